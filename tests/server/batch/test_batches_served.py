@@ -45,7 +45,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     with served_node(
         folder,
         *("--api-key-file", str(keys), "--admin-key-file", str(keys), "--metrics", "open"),
-        *("--batch-dir", str(folder / "store"), "--max-batch-file-bytes", "20000000"),
+        *("--batch-dir", str(folder / "store"), "--max-batch-file-bytes", str(64 << 20)),
         *(
             "--api-server-count",
             "2",
@@ -349,7 +349,7 @@ def test_a_wrong_batch_is_refused(
         ({"file": b"x"}, {}, 400, "purpose"),
         ({"file": b""}, {"purpose": "batch"}, 400, "file"),
         ({"other": b"x"}, {"purpose": "batch"}, 400, None),
-        ({"file": b"x" * 20_000_001}, {"purpose": "batch"}, 413, "file"),
+        ({"file": b"x" * ((64 << 20) + 1)}, {"purpose": "batch"}, 413, "file"),
         ({"file": b"x"}, {"purpose": "b" * 2000}, 400, "purpose"),
         (
             {"file": b"x"},
@@ -456,9 +456,44 @@ async def test_a_killed_worker_goes_on(client: openai.OpenAI, node: ServedNode) 
 
 
 def workers(node: ServedNode) -> list[int]:
-    found = []
-    for child in children_of(node.process.pid):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            if Path(f"/proc/{child}/comm").read_text().strip() == "batch worker":
-                found.append(child)
-    return found
+    return [pid for pid in children_of(node.process.pid) if name_of(pid) == "batch worker"]
+
+
+def test_a_large_upload_takes_no_memory_of_a_front_end(node: ServedNode) -> None:
+    size, piece = 64 << 20, b"x" * (1 << 20)
+    ends = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n', b"\r\n--x--"
+    # It is refused when it is whole, for its purpose; so nobody has to wait for its check.
+    headers = {
+        "Authorization": "Bearer one",
+        "Content-Type": "multipart/form-data; boundary=x",
+        "Content-Length": str(size + sum(map(len, ends))),
+    }
+
+    def form() -> Iterator[bytes]:
+        yield ends[0]
+        for _ in range(size // len(piece)):
+            yield piece
+        yield ends[1]
+
+    pids = [pid for pid in children_of(node.process.pid) if name_of(pid).startswith("front end")]
+    assert len(pids) == 2
+    before = [resident(pid, "VmRSS") for pid in pids]
+    for pid in pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # begins the peak anew
+    response = httpx.post(f"{node.url}/v1/files", headers=headers, content=form(), timeout=120)
+    grown = sum(resident(pid, "VmHWM") for pid in pids) - sum(before)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "purpose")
+    assert grown < 8 << 20, "bytes"
+
+
+def resident(pid: int, what: str) -> int:
+    """Return bytes that a process has in memory (``VmRSS``), or the most it had (``VmHWM``)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition(f"{what}:")[2].split()[0]) << 10
+
+
+def name_of(pid: int) -> str:
+    """Return a process's name, as ``ps -o comm`` shows it; none once it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
