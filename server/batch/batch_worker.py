@@ -108,7 +108,7 @@ class BatchWorker:
         self._owners: dict[str, asyncio.Semaphore] = {}
         self._turns: deque[str] = deque()
         """Owners with batches, in the order in which their lines are sent next."""
-        self._checking = asyncio.Lock()
+        self._checking = asyncio.Semaphore()
         self._version: int | None = None
         self._sending = 0
         self._sending_bytes = 0
@@ -190,34 +190,19 @@ class BatchWorker:
 
     async def _work_off(self, job: _Job) -> None:
         """Take a batch from where it is to its end."""
-        async with self._turn_of(job):
+        async with _place_of(job, self._owners[job.batch.owner]):
             if job.batch.status is Status.VALIDATING or not job.batch.answers_id:
                 await self._check(job)
             if job.batch.status.is_final:
                 return
             await self._answer(job)
 
-    @asynccontextmanager
-    async def _turn_of(self, job: _Job) -> AsyncIterator[None]:
-        """Wait until a batch may be worked on; one that is to end may at once."""
-        places = self._owners[job.batch.owner]
-        place, end = asyncio.create_task(places.acquire()), asyncio.create_task(job.end.wait())
-        try:
-            await asyncio.wait((place, end), return_when=asyncio.FIRST_COMPLETED)
-            yield
-        finally:
-            end.cancel()
-            if place.done() and not place.cancelled():
-                places.release()
-            else:
-                place.cancel()
-
     async def _check(self, job: _Job) -> None:
         batch, limits = job.batch, self._limits
         rules = Rules(batch.endpoint, limits.models, limits.most_lines, limits.line_bytes)
         path = self._store.path(batch.input_file_id)
         checked = Checked(0, None, ())
-        async with self._checking:
+        async with _place_of(job, self._checking):
             if not job.end.is_set():
                 checked = await asyncio.to_thread(check_lines, path, rules, job.end.is_set)
         ended = job.end.is_set()
@@ -329,6 +314,21 @@ class BatchWorker:
             self._sending -= 1
             self._sending_bytes -= numbered.size
             self._room.set()
+
+
+@asynccontextmanager
+async def _place_of(job: _Job, places: asyncio.Semaphore) -> AsyncIterator[None]:
+    """Wait until there is a place for a batch; one that is to end goes on without a place."""
+    place, end = asyncio.create_task(places.acquire()), asyncio.create_task(job.end.wait())
+    try:
+        await asyncio.wait((place, end), return_when=asyncio.FIRST_COMPLETED)
+        yield
+    finally:
+        end.cancel()
+        if place.done() and not place.cancelled():
+            places.release()
+        else:
+            place.cancel()
 
 
 # --- changes of a batch, each in one transaction ---

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from shoal.server.batch import batch_run, batch_worker
 from shoal.server.batch.answer_log import AnswerLog, Result
 from shoal.server.batch.batch_objects import Batch, Status, Usage
 from shoal.server.batch.batch_store import BatchStore
-from shoal.server.batch.input_lines import InputLine
+from shoal.server.batch.input_lines import Checked, InputLine, Rules, check_lines
 from shoal.server.batch.line_sender import Answer, NoAnswerError
 from tests.server.batch.batches import (
     NOW,
@@ -155,6 +156,54 @@ async def test_a_batch_that_waits_is_cancelled_at_once(store: BatchStore) -> Non
         store.change(batches[3].id, cancel)
         done = await ended(store, batches[3])
     assert (done.status, done.total) == ("cancelled", 0)
+
+
+async def test_a_batch_is_cancelled_while_another_one_is_checked(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = threading.Event()
+
+    def check(path: Path, rules: Rules, is_stopped: Callable[[], bool]) -> Checked:
+        known.wait()
+        return check_lines(path, rules, is_stopped)
+
+    monkeypatch.setattr(batch_worker, "check_lines", check)
+    first, second = (batch_of(store, jsonl(named(3)), owner) for owner in ("a", "b"))
+    try:
+        async with working(store):
+            store.change(second.id, cancel)
+            done = await ended(store, second)
+            assert (done.status, done.total) == ("cancelled", 0)
+            assert [batch.id for batch in store.unfinished()] == [first.id]
+            known.set()
+            assert (await ended(store, first)).status is Status.COMPLETED
+    finally:
+        known.set()
+
+
+async def test_a_cancellation_that_was_noticed_aborts_all_lines_before_the_next_look(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker looks every ``POLL_SECONDS``, and the documentation promises a second."""
+    server = Server()
+    looks: list[int] = []
+    version = BatchStore.version.fget
+    assert version is not None
+
+    def look(store: BatchStore) -> int:
+        looks.append(server.running)
+        return version(store)
+
+    monkeypatch.setattr(BatchStore, "version", property(look))
+    batch = batch_of(store, jsonl(named(500)))
+    async with working(store, server):
+        await server.until(lambda server: server.running == 500)
+        store.change(batch.id, cancel)
+        looks.clear()
+        await server.until(lambda server: not server.running)
+        await server.until(lambda _: len(looks) > 1)
+    assert looks[:2] == [500, 0]
+    assert batch_worker.POLL_SECONDS <= 0.5
 
 
 @pytest.mark.parametrize("trouble", [503, 429, None])
