@@ -16,12 +16,13 @@ from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
 from shoal.runtime.clock import ManualClock
+from shoal.runtime.protocol.controller_client import CallError
 from shoal.server.frontend.app import Backstage, build_admin_app
 from shoal.server.gate.access import Access
 from shoal.server.operator.admin_server import serving
 from shoal.server.operator.page.page_feed import HISTORY_SECONDS, Feed
 from tests.browser import FOREIGN_NAME, Look, Page, chromium, needs_chromium, page
-from tests.runtime.loopback_node import LoopbackNode
+from tests.runtime.loopback_node import SMALL, LoopbackNode
 from tests.server.node import ServedNode, key_file, served_node
 from tests.server.operator.page.parts import ABOUT, Control
 
@@ -310,7 +311,7 @@ async def served(app: Any) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def still_node(clock: ManualClock, access: Access | None = None) -> AsyncIterator[Any]:
-    """Serve the page of a node whose seconds a test counts; yield its feed and its port."""
+    """Serve the page of a node whose seconds a test counts; yield feed, port and control."""
     node = LoopbackNode(2)
     node.settle()
     control: Any = Control(node)
@@ -318,13 +319,128 @@ async def still_node(clock: ManualClock, access: Access | None = None) -> AsyncI
     parts: dict[str, Any] = dict.fromkeys(("placements", "door", "is_alive", "registered"))
     backstage = Backstage(**parts, control=control, feed=feed, rejected=lambda _: None)
     async with served(build_admin_app(backstage, access or Access())) as port:
-        yield feed, port
+        yield feed, port, control
         feed.close()
+
+
+async def next_second(tab: Page, feed: Feed, clock: ManualClock) -> None:
+    """Let a second pass, and wait until the page shows what is then."""
+    clock.advance(1)
+    feed.look()
+    await tab.until(f"state.now.trace.at === {1000 + clock()}")
+
+
+async def rows(tab: Page, body: str) -> dict[str, list[str]]:
+    """Return the cells of each row of a table by the row's name."""
+    found: dict[str, list[str]] = await tab.value(
+        f"""Object.fromEntries([...document.querySelectorAll('#{body} tr')].map(
+          (row) => [row.dataset.name, [...row.querySelectorAll('td')].map((td) => td.textContent)]
+        ))"""
+    )
+    return found
+
+
+async def test_rates_the_pool_and_memory_are_those_of_the_node(browser: str) -> None:
+    clock = ManualClock()
+    async with still_node(clock) as (feed, port, control), page(browser) as tab:
+        node: LoopbackNode = control.node
+        await tab.go(f"http://127.0.0.1:{port}/")
+        await tab.until(READY)
+        nothing = {name: ["0", "\u2013"] for name in ("urgent", "normal", "background")}
+        assert await rows(tab, "pool-rows") == nothing
+        assert await rows(tab, "rate-rows") == {mode: ["0", "0"] for mode in ("dp", "tp", "sp")}
+
+        node.send("alone", prompt_tokens=10, max_tokens=8)
+        await next_second(tab, feed, clock)
+        node.switch((0, 1))
+        node.send("together", prompt_tokens=40, max_tokens=24)
+        await next_second(tab, feed, clock)
+        # Tokens over the two seconds; the first token of a request is its prompt's.
+        assert await rows(tab, "rate-rows") == {
+            "dp": ["4", "5"],
+            "tp": ["12", "20"],
+            "sp": ["0", "0"],
+        }
+        assert await tab.value("document.querySelectorAll('#rates path.area').length") == 3
+        heights = "(mode) => document.querySelector('#rates .' + mode).getBBox().height"
+        for mode in ("dp", "tp"):
+            assert await tab.value(f"({heights})('{mode}')") > 0
+
+        node.hung |= {0, 1}  # nothing that is sent goes on
+        for k in range(SMALL.max_num_seqs + 1):  # one more than runs goes to a unit
+            node.send(f"runs-{k}", max_tokens=6, priority=-9)
+        for priority, count in ((-1, 1), (0, 2), (1, 3)):
+            for k in range(count):
+                node.send(f"waits-{priority}-{k}", prompt_tokens=200, priority=priority)
+        node.settle()
+        node.clock.advance(2.0)
+        await next_second(tab, feed, clock)
+        assert await rows(tab, "pool-rows") == {
+            "urgent": ["1", "2.0 s"],
+            "normal": ["2", "2.0 s"],
+            "background": ["3", "2.0 s"],
+        }
+        await check_memory(tab)
+        assert tab.complaints == []
+
+
+async def check_memory(tab: Page) -> None:
+    told = await tab.value("state.now.engines.map((engine) => engine.kv)")
+    assert all(sum(kv.values()) == SMALL.num_blocks and kv["lent"] for kv in told)
+    shown = await tab.value(
+        """[...document.querySelectorAll('.memory')].map((row) => [
+          [...row.querySelectorAll('.count')].map((count) => count.textContent),
+          [...row.querySelectorAll('.bar i')].map((part) => parseFloat(part.style.width)),
+        ])"""
+    )
+    for kv, (counts, widths) in zip(told, shown, strict=True):
+        assert counts == [f"{kv[state]} {state}" for state in ("used", "lent", "free")]
+        assert widths == pytest.approx(
+            [100 * kv[state] / SMALL.num_blocks for state in ("used", "lent")], abs=0.01
+        )
+
+
+async def test_the_health_says_what_is_wrong(browser: str) -> None:
+    clock = ManualClock()
+
+    async def shows(state: str, text: str) -> None:
+        await tab.until(
+            f"document.querySelector('#health').dataset.state === '{state}'"
+            f" && {text_of('#health')}.includes({json.dumps(text)})"
+        )
+
+    async with page(browser) as tab:
+        async with still_node(clock) as (feed, port, control):
+            await tab.go(f"http://127.0.0.1:{port}/")
+            await tab.until(READY)
+            control.node.kill(1)
+            control.node.settle()
+            await next_second(tab, feed, clock)
+            await shows("bad", "Engine 1 is dead")
+            assert await tab.value("document.querySelectorAll('.band.dead').length") == 1
+            control.node.kill(0)
+            control.node.settle()
+            await next_second(tab, feed, clock)
+            await shows("bad", "Not ready: ")
+            disabled = "[...document.querySelectorAll('#layouts button')].every((b) => b.disabled)"
+            assert await tab.value(disabled)
+            for engine in (0, 1):
+                control.node.restart(engine)
+            control.node.settle()
+            await next_second(tab, feed, clock)
+            await shows("good", "Ready")
+            control.error = CallError(503, "the controller does not answer")
+            feed.look()
+            await shows("bad", "the controller does not answer")
+            control.error = None
+            await next_second(tab, feed, clock)
+            await shows("good", "Ready")
+        await shows("bad", "The node ")  # has ended, and then cannot be reached
 
 
 async def test_it_asks_for_a_key_until_it_has_the_right_one(browser: str, tmp_path: Path) -> None:
     access = Access(admin_key_file=key_file(tmp_path / "keys.json", "s3cret"))
-    async with still_node(ManualClock(), access) as (_, port), page(browser) as tab:
+    async with still_node(ManualClock(), access) as (_, port, _), page(browser) as tab:
         await tab.go(f"http://127.0.0.1:{port}/")
         await tab.until("document.activeElement.id === 'key'")
         assert tab.complaints == []
@@ -345,15 +461,13 @@ async def test_it_asks_for_a_key_until_it_has_the_right_one(browser: str, tmp_pa
 
 async def test_a_minute_of_events_takes_no_memory(browser: str) -> None:
     clock = ManualClock()
-    async with still_node(clock) as (feed, port), page(browser) as tab:
+    async with still_node(clock) as (feed, port, _), page(browser) as tab:
         await tab.go(f"http://127.0.0.1:{port}/")
         await tab.until(READY)
 
         async def pass_seconds(count: int) -> tuple[int, int]:
             for _ in range(count):
-                clock.advance(1)
-                feed.look()
-                await tab.until(f"state.now.trace.at === {1000 + clock()}")
+                await next_second(tab, feed, clock)
             heap = await tab.heap_bytes()  # collects garbage, which the counters would count
             return heap, (await tab.send("Memory.getDOMCounters"))["nodes"]
 
