@@ -26,13 +26,22 @@ def need(program: str) -> str:
 
 
 @contextmanager
-def scraper(folder: Path, address: str) -> Iterator[str]:
-    """Run Prometheus over the server at ``address`` (``host:port``), and give its own URL."""
+def scraper(folder: Path, address: str, **others: str) -> Iterator[str]:
+    """Run Prometheus over the server at ``address`` (``host:port``), and give its own URL.
+
+    Args:
+        folder: where it keeps what it has.
+        address: of the server, which is the job ``shoal``.
+        others: addresses of more jobs by their names.
+    """
     interval = f"{SCRAPE_SECONDS:g}s"
     settings = {
         "global": {"scrape_interval": interval, "evaluation_interval": interval},
         "rule_files": [str(RULES / "*.yml")],
-        "scrape_configs": [{"job_name": "shoal", "static_configs": [{"targets": [address]}]}],
+        "scrape_configs": [
+            {"job_name": job, "static_configs": [{"targets": [target]}]}
+            for job, target in {"shoal": address, **others}.items()
+        ],
     }
     config = folder / "prometheus.yml"
     config.write_text(json.dumps(settings))  # which is YAML, too

@@ -3,8 +3,11 @@
 import dataclasses
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
 
 import httpx
@@ -12,12 +15,21 @@ import pytest
 
 from shoal.grafana.api import Prometheus, PrometheusError
 from shoal.grafana.boards import FOLDER, Board, Choice, Target, Window, read_boards
-from shoal.grafana.verify import problems
+from shoal.grafana.verify import ask, problems
 from tests.grafana.scraper import SCRAPE_SECONDS, need, scraper
 from tests.server.node import ServedNode
 
-WITHOUT = ("gpu", "model")
+WITHOUT = ("model",)
 """What fake engines have not got."""
+GPUS = 2
+DCGM = {
+    "DCGM_FI_DEV_GPU_UTIL": 63,
+    "DCGM_FI_DEV_POWER_USAGE": 412.5,
+    "DCGM_FI_DEV_XID_ERRORS": 0,
+    "DCGM_FI_DEV_FB_USED": 70_000,
+    "DCGM_FI_DEV_SM_CLOCK": 1980,
+}
+"""What NVIDIA's dcgm-exporter says of each GPU, by its metrics' names."""
 LOAD = (
     *("--trace", "poisson", "--rate", "10", "--duration", "25", "--priorities=-10:1,0:3,10:1"),
     *("--prompt-tokens", "8:60", "--output-tokens", "10:60", "--max-lag-ms", "60000"),
@@ -27,6 +39,35 @@ SWITCHES = (
     *((PAIR, "soft"), (ALONE, "soft"), (PAIR, "hard"), (ALONE, "hard")),
     *((PAIR, "carry"), (ALONE, "carry"), (PAIR, "sequential"), (ALONE, "sequential")),
 )
+
+
+@contextmanager
+def dcgm_exporter() -> Iterator[str]:
+    """Answer as dcgm-exporter does beside a node of two GPUs; give the address."""
+    lines = [
+        f'{name}{{gpu="{gpu}",UUID="GPU-{gpu}",device="nvidia{gpu}",Hostname="node"}} {value}\n'
+        for name, value in DCGM.items()
+        for gpu in range(GPUS)
+    ]
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.end_headers()
+            self.wfile.write("".join(lines).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +82,8 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     try:
         assert node.url, "\n".join(node.lines)
         folder = tmp_path_factory.mktemp("prometheus")
-        with scraper(folder, node.url.removeprefix("http://")) as url:
+        address = node.url.removeprefix("http://")
+        with dcgm_exporter() as dcgm, scraper(folder, address, dcgm=dcgm) as url:
             load(node)
             with httpx.Client(base_url=url, timeout=120) as http:
                 yield Prometheus(http)
@@ -88,6 +130,28 @@ def test_every_panel_and_rule_has_data(prometheus: Prometheus) -> None:
         "Shoal: Switching",
     ]
     assert problems(prometheus, boards, last_seconds(120), WITHOUT) == []
+
+
+def test_panels_of_gpus_show_what_dcgm_exporter_says_in_base_units(prometheus: Prometheus) -> None:
+    (board,) = (board for board in read_boards(FOLDER) if board.title == "Shoal: Engines")
+    window = last_seconds(5)
+    panels = [panel for panel in board.panels if "DCGM_" in panel.targets[0].expr]
+    shown = {
+        panel.title: {
+            (series.labels["Hostname"], series.labels["gpu"]): series.points[-1][1]
+            for series in ask(prometheus, panel.targets[0], window)
+        }
+        for panel in panels
+    }
+    expected = {
+        "GPU utilisation": 0.63,
+        "GPU power": 412.5,
+        "Last Xid error": 0.0,
+        "GPU memory in use": 70_000 * 2.0**20,
+        "GPU clock": 1.98e9,
+    }
+    names = [("node", str(gpu)) for gpu in range(GPUS)]
+    assert shown == {title: dict.fromkeys(names, value) for title, value in expected.items()}
 
 
 def test_what_has_no_data_is_reported(prometheus: Prometheus) -> None:
