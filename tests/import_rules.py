@@ -152,6 +152,17 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
     }
 )
 
+ONLY_ON_GPUS = frozenset(
+    {
+        "shoal.runtime.engine.kernels.kv_copy_kernel",
+        "shoal.runtime.engine.kernels.partitioned_linear_kernel",
+        "shoal.runtime.engine.kernels.words_in_memory",
+        "shoal.runtime.engine.kv.device_copy",
+        "shoal.runtime.engine.sequence.peer_exchange_kernel",
+    }
+)
+"""Modules that bring Triton into the process that imports them."""
+
 LIGHT = (
     "shoal.runtime.protocol.controller_client",
     "shoal.runtime.controller",
@@ -182,7 +193,7 @@ class Module:
 
 def problems(modules: Mapping[str, Module]) -> list[str]:
     """Return one line per broken rule."""
-    checks = (layers, model_libraries, weight, cycles, names)
+    checks = (layers, model_libraries, triton, weight, cycles, names)
     return [problem for check in checks for problem in check(modules)]
 
 
@@ -217,11 +228,19 @@ def model_libraries(modules: Mapping[str, Module]) -> Iterator[str]:
             yield f"{module.name}:{found.line}: may not import {library}"
 
 
+def triton(modules: Mapping[str, Module]) -> Iterator[str]:
+    """Yield modules that bring Triton along, and are not named for it: nobody else may need it."""
+    for name in sorted(modules.keys() - ONLY_ON_GPUS):
+        way = _way_to(frozenset({"triton"}), name, modules)
+        if way:
+            yield f"{name}: imports triton by way of {' -> '.join(way[1:])}"
+
+
 def weight(modules: Mapping[str, Module]) -> Iterator[str]:
     """Yield light modules whose import reaches a model library through others."""
     for name in sorted(modules):
         if _within(name, LIGHT):
-            way = _way_to_model_library(name, modules)
+            way = _way_to(MODEL_LIBRARIES, name, modules)
             if len(way) > 2:
                 yield f"{name}: imports a model library by way of {' -> '.join(way[1:])}"
 
@@ -314,8 +333,8 @@ def _imports(modules: Mapping[str, Module]) -> Iterator[tuple[Module, Import]]:
             yield module, found
 
 
-def _way_to_model_library(start: str, modules: Mapping[str, Module]) -> list[str]:
-    """Return the chain of eager imports from ``start`` to a model library, or an empty list."""
+def _way_to(libraries: frozenset[str], start: str, modules: Mapping[str, Module]) -> list[str]:
+    """Return the chain of eager imports from ``start`` to one of these, or an empty list."""
     ways = [[start]]
     seen = {start}
     for way in ways:
@@ -323,7 +342,7 @@ def _way_to_model_library(start: str, modules: Mapping[str, Module]) -> list[str
             if not found.eager or found.target in seen:
                 continue
             seen.add(found.target)
-            if _top(found.target) in MODEL_LIBRARIES:
+            if _top(found.target) in libraries:
                 return [*way, found.target]
             if found.target in modules:
                 ways.append([*way, found.target])

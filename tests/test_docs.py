@@ -20,6 +20,9 @@ PARTS = ("Use", "Operate", "Extend", "Internals")
 _LINK = re.compile(r"\]\(([^)#\s]+\.md)[)#]")
 _ROW = re.compile(r"^\| (`[\w/`, ]+/`) \| (.+) \|$", re.MULTILINE)
 _FOLDER = re.compile(r"`([\w/]+)/`")
+_WAY = "## A request's way"
+"""The section of the architecture that names modules without their folders."""
+_NAME = re.compile(r"`([a-z_]+)`")
 _PATH = re.compile(rf"`((?:{'|'.join(TOPS)})/[\w/]*\w)/?(?:\.py)?`")
 
 
@@ -43,8 +46,22 @@ def problems(page: str, root: Path) -> list[str]:
     ]
 
 
+def unknown_modules(page: str, root: Path) -> set[str]:
+    """Return the modules that the way of a request passes and that are not below ``root``."""
+    section = page.partition(_WAY)[2].partition("\n## ")[0]
+    return set(_NAME.findall(section)) - {path.stem for path in sources(root, TOPS)}
+
+
 def test_the_architecture_names_what_is_there() -> None:
     assert problems(PAGE.read_text(), ROOT) == []
+    assert unknown_modules(PAGE.read_text(), ROOT) == set()
+
+
+def test_a_module_that_no_request_passes_any_more_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "guard.py").touch()
+    page = f"`lost`\n{_WAY}\n`guard` and `gone`: `server/`, `Core`\n## More\n`other`"
+    assert unknown_modules(page, tmp_path) == {"gone"}
 
 
 def test_the_architecture_is_one_page() -> None:

@@ -128,6 +128,15 @@ def test_every_folder_is_there_under_its_name() -> None:
         ),
         pytest.param(
             {
+                "runtime/engine/a.py": "import shoal.runtime.engine.kernels.kv_copy_kernel",
+                "runtime/engine/kernels/kv_copy_kernel.py": "import triton",
+            },
+            "shoal.runtime.engine.a: imports triton by way of "
+            "shoal.runtime.engine.kernels.kv_copy_kernel -> triton",
+            id="triton-where-there-may-be-no-gpu",
+        ),
+        pytest.param(
+            {
                 "runtime/controller/a.py": "import shoal.runtime.b",
                 "runtime/b.py": "from shoal.runtime.engine.weights import shared_weights",
                 "runtime/engine/weights/shared_weights.py": "import torch",
@@ -209,6 +218,14 @@ def test_broken_rule_is_reported(tmp_path: Path, files: dict[str, str], problem:
                 "runtime/controller/b.py": "",
             },
             id="benchmark-of-the-controller",
+        ),
+        pytest.param(
+            {
+                "runtime/engine/a.py": "def b():\n    from shoal.runtime.engine.kernels"
+                " import kv_copy_kernel",
+                "runtime/engine/kernels/kv_copy_kernel.py": "import triton",
+            },
+            id="triton-when-it-is-needed",
         ),
         pytest.param(
             {"runtime/engine/weights/shared_weights.py": "import torch, vllm"}, id="named-module"
