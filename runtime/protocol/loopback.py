@@ -78,11 +78,6 @@ class LoopbackNetwork:
         count = len(queue) if self._rng is None else self._rng.randint(0, len(queue))
         return [queue.popleft() for _ in range(count)]
 
-    @property
-    def idle(self) -> bool:
-        """Whether no message is on its way to the controller or an engine."""
-        return not any(self.to_engines.values()) and not any(self.to_controller.values())
-
 
 class LoopbackControllerTransport:
     """``ControllerTransport`` on a ``LoopbackNetwork``."""

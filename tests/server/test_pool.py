@@ -141,6 +141,18 @@ async def test_a_client_that_leaves_is_out_of_the_pool(
     assert (await outcomes(busy))["aborted"] == before["aborted"] + 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_its_seat(http: httpx.AsyncClient, stream: bool) -> None:
+    before = await outcomes(http)
+    body = ask(1000) | {"stream": stream}  # 50 s of steps
+    client = asyncio.create_task(http.post("/v1/completions", json=body))
+    await until(http, lambda view: loads(view) == (1, 0))
+    await leave([client])
+    await until(http, lambda view: loads(view) == (0, 0))
+    after = await outcomes(http)
+    assert after == before | {"aborted": before["aborted"] + 1}
+
+
 async def test_a_full_pool_is_a_503_with_retry_after(busy: httpx.AsyncClient) -> None:
     before = await outcomes(busy)
     async with waiting(busy, LIMIT):

@@ -190,16 +190,6 @@ def test_the_priority_header(http: httpx.Client, priority: str, status: int) -> 
     assert response.status_code == status
 
 
-async def test_a_client_that_leaves_frees_its_request(node: ServedNode) -> None:
-    headers = {"Authorization": f"Bearer {KEY}"}
-    body = {"model": MODEL, "prompt": "x", "max_tokens": 250, "stream": True, "ignore_eos": True}
-    async with node.async_client(headers=headers) as http:
-        async with http.stream("POST", "/v1/completions", json=body) as response:
-            await anext(response.aiter_lines())
-        while any(u["running"] for u in (await http.get("/admin/layout")).json()["units"]):
-            await asyncio.sleep(0.01)  # polling a server, which the test's time limit bounds
-
-
 # --- policies ---
 
 

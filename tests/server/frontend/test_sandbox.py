@@ -30,6 +30,9 @@ def work(job: bytes) -> None:
         raise ValueError("prepared")
     if job.startswith(b"long"):
         raise ValueError(str(len(job)))
+    if job.startswith(b"wait"):
+        while not Path(job[4:].decode()).exists():
+            pass
     if job.startswith(b"write"):
         Path(job[5:].decode()).write_bytes(b"x")
 
@@ -83,8 +86,13 @@ async def test_it_is_prepared_once_and_apart(sandbox: Sandbox) -> None:
     assert not _prepared
 
 
-async def test_jobs_run_beside_each_other(sandbox: Sandbox) -> None:
-    await asyncio.gather(*(sandbox.run(b"fine", 1) for _ in range(20)))
+async def test_jobs_run_beside_each_other(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Each of the first ends only when a later one has made its file."""
+    files = [str(tmp_path / str(number)).encode() for number in range(5)]
+    waiting = [asyncio.create_task(sandbox.run(b"wait" + file, 20)) for file in files]
+    for file in files:
+        assert await refusal(sandbox, b"write" + file)  # the file is made, and stays empty
+    await asyncio.gather(*waiting)
 
 
 async def test_nothing_is_left_of_it() -> None:
