@@ -111,11 +111,22 @@ def _penalties(draw: random.Random, *, chat: bool) -> dict[str, Any]:
     return {"temperature": 0, "allowed_token_ids": few, **penalties}
 
 
-def _regex(draw: random.Random, *, chat: bool) -> dict[str, Any]:
+def _grammar(draw: random.Random, *, chat: bool) -> dict[str, Any]:
+    sampling = draw.choice(({"temperature": 0}, {"temperature": 0.7, "seed": draw.randrange(99)}))
+    word = {"type": "string", "pattern": f"^[a-z]{{{draw.randrange(12, 20)},40}}$"}
+    schema = {
+        **{"type": "object", "properties": {"word": word}, "required": ["word"]},
+        "additionalProperties": False,
+    }
+    if chat:
+        function = {"name": "note", "parameters": schema, "strict": True}
+        tool = {"type": "function", "function": function}
+        choice = {"type": "function", "function": {"name": "note"}}
+        return {**sampling, "tools": [tool], "tool_choice": choice, "max_tokens": 120}
     part = draw.choice(("[a-z]{2,6} ", "[0-9]{3}-[a-f]{2};", "yes|no|[x-z]+,"))
     regex = f"({part}){{{draw.randrange(5, 9)}}}end"
-    sampling = draw.choice(({"temperature": 0}, {"temperature": 0.7, "seed": draw.randrange(99)}))
-    return {**sampling, "structured_outputs": {"regex": regex}, "max_tokens": 120}
+    outputs = draw.choice(({"regex": regex}, {"json": schema}))
+    return {**sampling, "structured_outputs": outputs, "max_tokens": 120}
 
 
 def _stops(draw: random.Random, *, chat: bool) -> dict[str, Any]:
@@ -135,7 +146,7 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "logprobs": _logprobs,
     "prompt_logprobs": _prompt_logprobs,
     "penalties": _penalties,
-    "regex": _regex,
+    "grammar": _grammar,
     "stops": _stops,
 }
 """What is asked for, by name: given a source of random numbers and whether it is a chat."""
@@ -186,9 +197,9 @@ def answer_of(bodies: Iterable[dict[str, Any]]) -> Answer:
     """Join what was answered, an object or the chunks of a stream.
 
     Returns:
-        ``usage`` and, by their index, ``choices``: text, token ids, log probabilities (see
-        ``_tokens``), and why each ended; the ``prompt``'s ids and its log probabilities, if they
-        came as such.
+        ``usage`` and, by their index, ``choices``: text, calls of tools (name and arguments, by
+        index), token ids, log probabilities (see ``_tokens``), and why each ended; the ``prompt``'s
+        ids and its log probabilities, if they came as such.
     """
     answer: Answer = {"usage": None, "choices": {}, "prompt": None, "prompt_logprobs": []}
     for body in bodies:
@@ -201,16 +212,32 @@ def answer_of(bodies: Iterable[dict[str, Any]]) -> Answer:
             choice = answer["choices"].setdefault(part["index"], _empty_choice())
             message = part.get("message") or part.get("delta") or {}
             choice["text"] += part.get("text") or message.get("content") or ""
+            for place, call in enumerate(message.get("tool_calls") or ()):
+                told = choice["calls"].setdefault(call.get("index", place), ["", ""])
+                told[0] += call["function"].get("name") or ""
+                told[1] += call["function"].get("arguments") or ""
             choice["token_ids"] += part.get("token_ids") or []
             choice["logprobs"] += _tokens(part.get("logprobs") or {})
             for end in ("finish_reason", "stop_reason"):
                 assert choice[end] is None, "something came after the end"
                 choice[end] = part.get(end)
+    for choice in answer["choices"].values():
+        for call in choice["calls"].values():
+            call[1] = _as_written_anew(call[1])
     return answer
 
 
+def _as_written_anew(arguments: str) -> str:
+    """Return a call's arguments as answers in one piece have them: a stream has the raw text."""
+    try:
+        return json.dumps(json.loads(arguments))
+    except ValueError:  # the answer ended before them
+        return "".join(arguments.split())
+
+
 def _empty_choice() -> dict[str, Any]:
-    return {"text": "", "token_ids": [], "logprobs": [], "finish_reason": None, "stop_reason": None}
+    parts: dict[str, Any] = {"text": "", "calls": {}, "token_ids": [], "logprobs": []}
+    return {**parts, "finish_reason": None, "stop_reason": None}
 
 
 def _tokens(logprobs: dict[str, Any]) -> list[dict[str, Any]]:

@@ -93,6 +93,21 @@ def test_chunks_join_to_the_whole() -> None:
     assert answer_of([*chunks, {"choices": [], "usage": WHOLE["usage"]}]) == EXPECTED
 
 
+def test_calls_of_tools_count_and_join() -> None:
+    def body(kind: str, *calls: tuple[str | None, str], **place: int) -> dict[str, Any]:
+        functions = [{"name": name, "arguments": said} for name, said in calls]
+        made = [{"id": "random", "function": function, **place} for function in functions]
+        return {"choices": [{"index": 0, kind: {"role": "assistant", "tool_calls": made}}]}
+
+    whole = answer_of([body("message", ("note", '{"a": 1}'))])
+    chunks = [body("delta", ("note", '{"a"'), index=0), body("delta", (None, " :1}"), index=0)]
+    assert answer_of(chunks) == whole
+    assert whole["choices"][0]["calls"] == {0: ["note", '{"a": 1}']}
+    for other in (("no", '{"a": 1}'), ("note", '{"a": 2}')):
+        assert differences(answer_of([body("message", other)]), whole)
+    assert differences(answer_of([body("message")]), whole)
+
+
 def test_what_comes_after_the_end_is_an_error() -> None:
     with pytest.raises(AssertionError, match="after the end"):
         answer_of([WHOLE, WHOLE])

@@ -10,6 +10,7 @@ the layout at hand: every layout gets to work, however slow the machine is.
 
 import asyncio
 import itertools
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,8 @@ PULSE = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
 OPTIONS = (
     *("--served-model-name", MODEL, "--dtype", "float32", "--enforce-eager", "--seed", "0"),
     *("--max-model-len", "1024", "--max-num-seqs", str(AT_ONCE)),
-    *("--kv-cache-memory-bytes", str(16 << 20)),
+    *("--kv-cache-memory-bytes", str(16 << 20), "--enable-auto-tool-choice"),
+    *("--tool-call-parser", "hermes"),
 )
 """What both servers are started with."""
 STEP_TOKENS = 64
@@ -178,7 +180,14 @@ def test_stock_answers_vary_and_none_is_another_requests(expected: Expected) -> 
     for kind in KINDS:
         answers = [answer for case, answer in expected.values() if case.kind == kind]
         assert all(differences(one, other) for one, other in itertools.combinations(answers, 2))
-    free = [answer for case, answer in expected.values() if case.kind not in ("penalties", "regex")]
+    chats = [answer for case, answer in expected.values() if "tools" in case.body]
+    for choice in itertools.chain(*(answer["choices"].values() for answer in chats)):
+        ((name, arguments),) = choice["calls"].values()
+        assert (name, list(json.loads(arguments))) == ("note", ["word"])
+    assert chats
+    free = [
+        answer for case, answer in expected.values() if case.kind not in ("penalties", "grammar")
+    ]
     outputs = list(itertools.chain(*map(outputs_of, free)))
     assert not any(map(ends_in_loop, outputs))
     assert sum(map(distinct, outputs)) > 0.8 * sum(map(len, outputs))
