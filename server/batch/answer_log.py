@@ -194,7 +194,7 @@ def _recover(path: Path) -> Iterator[tuple[int, msgspec.Raw]]:
             yield found
         if whole < os.fstat(file.fileno()).st_size:
             file.truncate(whole)
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())  # a worker that was killed may have written and not synchronised
 
 
 def _parsed(line: bytes) -> tuple[int, msgspec.Raw] | None:

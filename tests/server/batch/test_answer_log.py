@@ -1,6 +1,7 @@
 """The log of results: what was appended is found again, what was torn is cut off."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,66 @@ def test_the_usage_of_responses_counts(paths: tuple[Path, Path]) -> None:
     }
     assert usage_of(json.dumps({"usage": usage}).encode()) == Usage(10, 8, 4, 3)
     assert usage_of(b'{"usage": 1}') == usage_of(b"[]") == usage_of(b"{") == Usage()
+
+
+@pytest.fixture
+def on_disk(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """How many bytes of each file were synchronised last, by the file's inode."""
+    found: dict[int, int] = {}
+    fsync = os.fsync
+
+    def synchronise(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        found[status.st_ino] = status.st_size
+
+    monkeypatch.setattr(os, "fsync", synchronise)
+    return found
+
+
+def assert_on_disk(on_disk: dict[int, int], *paths: Path) -> None:
+    for status in (path.stat() for path in paths):
+        assert on_disk[status.st_ino] == status.st_size > 0
+
+
+def test_results_count_when_they_are_on_the_disk(
+    paths: tuple[Path, Path], on_disk: dict[int, int]
+) -> None:
+    log = opened(*paths)
+    log.append([result(1), result(2, failed=True)])
+    assert_on_disk(on_disk, *paths)
+    log.append([result(3)])
+    assert_on_disk(on_disk, *paths)
+    log.close()
+
+
+def test_what_a_killed_worker_wrote_counts_when_it_is_on_the_disk(
+    paths: tuple[Path, Path], on_disk: dict[int, int]
+) -> None:
+    """Otherwise a batch could end with results that the machine may still lose."""
+    log = opened(*paths)
+    log.append([result(1), result(2, failed=True)])
+    log.close()
+    on_disk.clear()
+    again = opened(*paths)
+    assert (again.completed, again.failed) == (1, 1)
+    assert_on_disk(on_disk, *paths)
+    again.close()
+
+
+def test_a_result_that_cannot_be_synchronised_does_not_count(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = opened(*paths)
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            log.append([result(1)])
+    assert (log.is_done(1), paths[0].read_bytes()) == (False, b"")
+    log.append([result(1)])
+    assert log.is_done(1)
+    log.close()
