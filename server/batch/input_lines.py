@@ -97,7 +97,7 @@ def decoded(line: bytes) -> InputLine:
 
 
 def check_lines(path: Path, rules: Rules, is_stopped: Callable[[], bool]) -> Checked:
-    """Check all lines of a file in constant memory: a dozen bytes for each line.
+    """Check all lines of a file in constant memory, but for some 40 bytes for each line.
 
     Args:
         path: the file.
