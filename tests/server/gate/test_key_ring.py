@@ -125,6 +125,18 @@ def test_a_ring_finds_its_keys_only() -> None:
     assert [ring.find(other) for other in ("", "firs", "firstsecond", "\udc80")] == [None] * 4
 
 
+def test_a_batch_runs_with_the_key_of_its_owner_as_long_as_there_is_one(tmp_path: Path) -> None:
+    path, clock = written(tmp_path, entries("a", "b")), ManualClock()
+    ring = KeyRing((), path, clock=clock)
+    assert [ring.of_tenant(name) for name in ("a", "b", "c")] == [
+        *(ring.find("a"), ring.find("b"), None)
+    ]
+    written(tmp_path, entries("b"))
+    clock.advance(60)
+    assert ring.of_tenant("a") is None
+    assert ring.of_tenant("b") is ring.find("b") is not None
+
+
 def test_no_text_of_a_key_is_kept(tmp_path: Path) -> None:
     ring = KeyRing([plain_key("s3cret")], written(tmp_path, entries("0ther")))
     kept = repr(vars(ring))
