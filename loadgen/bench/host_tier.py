@@ -12,6 +12,8 @@ last prompts have been read.
 
 It is a bound, because reads and writes take nothing from the steps beside them, and because lengths
 are known when room is looked for. In DP no request decodes beside the prompts, as it could.
+
+Beside the bound stands what the policy ``batch`` does, without any buffer.
 """
 
 import argparse
@@ -29,6 +31,7 @@ from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation.data_sheets import hardware_named
 from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import BLOCK_TOKENS, read_shape
+from shoal.runtime.simulation.simulated_node import simulate
 
 SEED = 1
 """Of the lengths of outputs."""
@@ -226,6 +229,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = {chunk: len(asked) / seconds(node, layout, chunk, asked) for chunk in args.chunks}
         best = max(found, key=lambda chunk: found[chunk])
         print(f"static {layout.name}: {found[best]:.2f}/s, in chunks of {best}", flush=True)
+    for chunk in args.chunks:
+        run = simulate(replace(node, max_num_batched_tokens=chunk), "batch", asked)
+        took = max(life.ended or 0.0 for life in run.lives)
+        print(f"policy batch: {len(asked) / took:.2f}/s, in chunks of {chunk}", flush=True)
     for gib in args.host_gib:
         tier = HostTier(args.engines * gib * 2**30, args.pcie_gb * 1e9)
         for layout in layouts(args.engines):

@@ -80,6 +80,6 @@ def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main([*node, *lengths])
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == [
-        *("static dp", "static pp2", "static tp2"),
+        *("static dp", "static pp2", "static tp2", "policy batch"),
         *("cycle to dp, 80 GiB for each GPU", "cycle to tp2, 80 GiB for each GPU"),
     ]
