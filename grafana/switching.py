@@ -177,7 +177,8 @@ def carries() -> list[PanelBuilder]:
         graph(
             "Requests asked to leave their unit per second, by reason",
             "With their KV. `switch`: their unit is regrouped. `drain`: their engine is taken out. "
-            "`pause`: their unit was gone for too long. `balance`: another unit has less to do.",
+            "`pause`: their unit was gone for too long. `balance`: another unit has less to do. "
+            "`handover`: under the policy `batch`, another unit decodes them.",
             Query(rate("shoal_departures_total", by="reason"), "{{reason}}"),
             unit="reqps",
             stack=True,

@@ -1,6 +1,7 @@
 """All policies, by the names that ``--policy`` accepts."""
 
 from shoal.policies.adaptive import ADAPTIVE
+from shoal.policies.batch_policy import BATCH
 from shoal.policies.flying import FLYING
 from shoal.policies.forecast import uniform
 from shoal.policies.share_level import with_share_level
@@ -16,6 +17,7 @@ POLICIES: dict[str, Policy] = {
         with_share_level(SHIFT),
         with_share_level(STATIC_DP),
         with_share_level(STATIC_TP),
+        BATCH,
         MANUAL,
     )
 }

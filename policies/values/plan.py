@@ -5,7 +5,7 @@ from typing import Literal, Protocol, get_args
 
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition, PartitionError, parse_partition
-from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
+from shoal.policies.values.snapshot import Move, PoolRequest, Snapshot, UnitState
 
 INTERFACE_VERSION = 1
 """Version of what policies see and return: ``Snapshot``, ``Plan``, and the values in them.
@@ -52,6 +52,10 @@ class Plan:
     """How many engines are to share weights (``Snapshot.share_levels``); None: as many as now. It
     is done if the plan has no target."""
     share_reason: ShareReason = ""
+    moves: tuple[Move, ...] = ()
+    """Carry so many of a unit's requests whose prompts are computed to another unit: the latest. It
+    is done if the plan has no target, and if nothing else needs the engines. There is one move at a
+    time between two units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,9 @@ class Policy:
     """Whether groups run steps in SP under this policy, if the node can."""
     forms_groups: bool = True
     """Whether the policy ever forms groups. If not, every request must fit one engine."""
+    serves_batches: bool = False
+    """Whether the policy decides about background requests as about all others. Otherwise it does
+    not see them, and they run where people can spare it."""
     interface: int | None = None
     """The ``INTERFACE_VERSION`` that it was written for; None: it does not say."""
 
@@ -157,6 +164,12 @@ def check_plan(plan: Plan, snapshot: Snapshot) -> None:
         raise PlanError(f"no treatment {plan.treatment!r}")
     if plan.target is not None:
         _check_target(plan.target, snapshot)
+    for move in plan.moves:
+        for unit in (move.source, move.destination):
+            if unit not in rooms:
+                raise PlanError(f"{list(unit.engines)} is no unit")
+        if move.source == move.destination or move.requests < 1:
+            raise PlanError(f"a move from unit {list(move.source.engines)} moves nothing")
     shares = {snapshot.share_weights, *(level.share for level in snapshot.share_levels)}
     if plan.share_weights is not None and plan.share_weights not in shares:
         raise PlanError(f"weights cannot be shared by {plan.share_weights} engines now")

@@ -166,6 +166,15 @@ class ShareLevel:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Running requests of one unit go on in another one, with their KV."""
+
+    source: Unit
+    destination: Unit
+    requests: int
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """The promise to a priority class."""
 
@@ -246,6 +255,10 @@ class Snapshot:
     """How many engines share the MLPs' weights now."""
     share_levels: tuple[ShareLevel, ...] = ()
     """The levels to which the policy may change that now."""
+    moves: tuple[Move, ...] = ()
+    """Moves of ``Plan.moves`` that are under way. No switch can start before they have ended."""
+    step_tokens: int = 0
+    """Most tokens of a step; 0: unknown."""
     memory: object = None
     """What the policy's last plan noted (``Plan.memory``); None before its first plan."""
 

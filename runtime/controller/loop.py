@@ -28,6 +28,7 @@ from shoal.runtime.controller.failures.migration import Migration
 from shoal.runtime.controller.failures.outage import Outage
 from shoal.runtime.controller.failures.pulse import Pulse
 from shoal.runtime.controller.fitting import Fitting
+from shoal.runtime.controller.handovers import Handovers
 from shoal.runtime.controller.operations import Operations
 from shoal.runtime.controller.requests.admission import Admission
 from shoal.runtime.controller.requests.background import Background
@@ -85,6 +86,7 @@ class Controller:
         self._carries = Carries(env, books, self._capacity)
         self._pauses = Pauses(env, books, self._carries)
         self._balancing = Balancing(env, books, self._capacity, self._carries)
+        self._handovers = Handovers(env, books, self._capacity, self._carries)
         self._dispatcher = Dispatcher(env, books, self._demand)
         self._background = Background(env, books, self._capacity)
         self._pulse = Pulse(env, books.engines)
@@ -364,10 +366,11 @@ class Controller:
         if switching and not len(self.books.requests.pool):
             return 0  # there is nothing to decide, and the members' answers are due
         snapshot = self.snapshot(self._demand.take_news())
-        people = self._background.without(snapshot)
+        batches = self._adviser.policy.serves_batches
+        people = snapshot if batches else self._background.without(snapshot)
         plan = self._adviser.ask(people)
         sent = self._dispatcher.send(plan)
-        if self._operations.is_idle:
+        if self._operations.is_idle and not batches:
             sent += self._dispatcher.send(self._background.plan(snapshot, plan))
         self._carries.apart = lane_of(snapshot)
         target = None if snapshot.switching else plan.target
@@ -375,7 +378,9 @@ class Controller:
             switches.start_for_policy(target, m.Treatment(plan.treatment), plan.reason)
         elif plan.share_weights is not None and self._operations.can_switch:
             self._operations.memory.start_for_policy(plan.share_weights, plan.share_reason)
-        elif self._operations.can_switch:
+        elif plan.moves and self._operations.can_move:
+            self._handovers.begin(plan.moves)
+        elif self._operations.can_switch and not batches:
             # Background requests leave where people's come, so only people's count beside these.
             self._balancing.look(people if people.requests else snapshot)
         return sent

@@ -94,6 +94,13 @@ class Operations:
         return self.is_idle and not self.switches.is_held and not self.drains.groups
 
     @property
+    def can_move(self) -> bool:
+        """Whether requests may go to other units, as others may be doing, and nobody waits."""
+        regroups = self.switches.running is not None or self._carries.copies_ahead
+        others = self._is_auditing or self.rejoin.engines or self._waiting or self.drains.groups
+        return not (regroups or others)
+
+    @property
     def busy(self) -> frozenset[int]:
         """Engines that a switch regroups or that form a group; they get no new requests yet."""
         return self.rejoin.engines | self.switches.busy

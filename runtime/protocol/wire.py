@@ -392,6 +392,11 @@ def merge_ready_responses(
     return _encoder.encode({**fields, "max_model_len": max_model_len, "num_gpu_blocks": num_blocks})
 
 
+def step_tokens(response: bytes) -> int:
+    """Return the most tokens of a step, which an engine's ready response says."""
+    return msgspec.msgpack.decode(response, type=ReadyResponse).max_num_batched_tokens
+
+
 def _array_length(raw: memoryview) -> int:
     """Return the length in a msgpack array's header; 0 for any other value."""
     head = raw[0] if raw.nbytes else 0xC0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.policies.registry import POLICIES, UnknownPolicyError, get_policy
 from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.plan import Dispatch, Plan, PlanError, Policy, check_plan
-from shoal.policies.values.snapshot import LayoutState, Snapshot
+from shoal.policies.values.snapshot import LayoutState, Move, Snapshot
 from tests.policies.snapshots import MODEL, TARGETS, request, snapshot, snapshots, unit
 from tests.units import tp
 
@@ -126,7 +126,7 @@ def test_names_are_keys(policy: Policy) -> None:
 
 def test_unknown_policy_lists_those_there_are() -> None:
     with pytest.raises(
-        UnknownPolicyError, match="choose one of adaptive, flying, manual, shift, static-dp"
+        UnknownPolicyError, match="choose one of adaptive, batch, flying, manual, shift, static-dp"
     ):
         get_policy("static")
 
@@ -148,6 +148,9 @@ def test_unknown_policy_lists_those_there_are() -> None:
         (Plan(target=(tp(2, 3), tp(0, 1))), "not in order"),
         (Plan(target=(Unit((0, 1), Layout(pp=2)), tp(2, 3))), "of no layout of this node"),
         (Plan(target=(tp(0, 1), tp(2, 3))), "names a dead engine"),
+        (Plan(moves=(Move(alone(0), tp(0, 1), 1),)), "\\[0, 1\\] is no unit"),
+        (Plan(moves=(Move(alone(0), alone(0), 1),)), "from unit \\[0\\] moves nothing"),
+        (Plan(moves=(Move(alone(0), alone(1), 0),)), "from unit \\[0\\] moves nothing"),
     ],
 )
 def test_plans_that_cannot_be_done_are_refused(plan: Plan, says: str) -> None:

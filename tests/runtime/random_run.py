@@ -12,7 +12,7 @@ from shoal.policies.static import dispatch_least_loaded, with_singles
 from shoal.policies.values.layouts import Unit, layouts_up_to, unit_of
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Plan, Policy, TreatmentName
-from shoal.policies.values.snapshot import Snapshot
+from shoal.policies.values.snapshot import Move, Snapshot
 from shoal.runtime.controller.books.demand import SwitchBudget
 from shoal.runtime.controller.requests import pauses
 from shoal.runtime.protocol.messages import (
@@ -48,17 +48,26 @@ def random_partition(
     return tuple(split(0, engines))
 
 
-def hasty(monkeypatch: pytest.MonkeyPatch, seed: int) -> str:
-    """Register a policy of random switches, which waits for nobody for long; return its name.
+def random_moves(rng: random.Random, units: Partition) -> tuple[Move, ...]:
+    """Draw up to three moves between units, most often none."""
+    if len(units) < 2:
+        return ()
+    count = rng.choice([0, 0, 0, 1, 3])
+    return tuple(Move(*rng.sample(units, 2), rng.randrange(1, 4)) for _ in range(count))
 
-    Requests that it pauses are soon carried to units that are there, and it has no budget.
+
+def hasty(monkeypatch: pytest.MonkeyPatch, seed: int) -> str:
+    """Register a policy of random switches and moves; return its name.
+
+    It waits for nobody for long. Requests that it pauses are soon carried to units that are there,
+    and it has no budget.
     """
     rng = random.Random(seed)
 
     def plan(seen: Snapshot, /) -> Plan:
         dispatches = dispatch_least_loaded(seen)
         if seen.switching or rng.random() > 0.1:
-            return Plan(dispatches)
+            return Plan(dispatches, moves=random_moves(rng, seen.partition))
         target = with_singles(seen, random_partition(rng, seen.engines, seen.max_group))
         return Plan(dispatches, target, rng.choice(get_args(TreatmentName)))
 

@@ -10,6 +10,7 @@ from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Policy
 from shoal.policies.values.snapshot import (
     LayoutState,
+    Move,
     PoolRequest,
     Snapshot,
     UnitState,
@@ -21,8 +22,10 @@ from shoal.runtime.controller.books.carry_book import Carry
 from shoal.runtime.controller.books.core_book import CoreBook, Uncounted
 from shoal.runtime.controller.books.demand import NO_NEWS, Demand, Lengths, News, most_urgent
 from shoal.runtime.controller.books.engine_book import EngineState
+from shoal.runtime.controller.books.statistics import HANDOVER
 from shoal.runtime.controller.books.step_costs import StepCosts
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
 
 POOL_HEAD = 256
 """Most requests of the pool that a policy sees. No node starts so many in one turn."""
@@ -105,13 +108,10 @@ class Capacity:
             pending=pending,
             waiting=len(self._pool),
             waiting_tokens=self._pool.tokens,
-            arrival_rate=demand.arrival_rate(now),
-            recent_rate=demand.recent_rate(now),
-            usual_rate=demand.usual_rate(now),
+            **demand.rates(now)._asdict(),
             prompt_tokens=self._lengths.prompt,
             output_tokens=self._lengths.output,
             outputs=self._lengths.outputs,
-            prompt_rate=demand.prompt_rate(now),
             hit_share=self._prefixes.hit_share,
             smoothed_requests=demand.smoothed_requests,
             since_switch=since_switch,
@@ -122,7 +122,15 @@ class Capacity:
             schedules_ahead=self._config.schedules_ahead,
             urgent_engines=self._config.urgent_engines,
             sp_above=sp_above,
+            moves=self._moves,
+            step_tokens=self.step_tokens,
         )
+
+    @property
+    def _moves(self) -> tuple[Move, ...]:
+        """Return the handovers that are under way."""
+        moves = (carry for carry in self._carries if carry.reason == HANDOVER)
+        return tuple(Move(move.source, move.destination, len(move.ids)) for move in moves)
 
     def _people(self, units: Iterable[UnitState]) -> int:
         """Return the requests on the node without background requests, which wait for nothing."""
@@ -351,6 +359,11 @@ class Capacity:
     def longest_with(self, blocks: int) -> int:
         """Return what ``longest`` would be if engines had no more KV blocks than this each."""
         return max(self._idle(group, blocks).longest for group in self._possible_groups)
+
+    @cached_property
+    def step_tokens(self) -> int:
+        """Most tokens of a step, by what the first engine said when it was ready first."""
+        return wire.step_tokens(self._engines.at_start(0).ready_response)
 
     @cached_property
     def longest(self) -> int:

@@ -44,6 +44,15 @@ class News(NamedTuple):
 NO_NEWS = News()
 
 
+class Rates(NamedTuple):
+    """How much comes to the node (``Snapshot``)."""
+
+    arrival_rate: float
+    recent_rate: float
+    usual_rate: float
+    prompt_rate: float
+
+
 class Demand:
     """Smoothed figures of the load on the node.
 
@@ -121,6 +130,11 @@ class Demand:
         """
         known = 1 - math.exp((self._began - now) / seconds)
         return rate * self._kept(now, seconds) / known if known else 0.0
+
+    def rates(self, now: float) -> Rates:
+        """Return how much comes to the node."""
+        requests = self.arrival_rate(now), self.recent_rate(now), self.usual_rate(now)
+        return Rates(*requests, self.prompt_rate(now))
 
     def prompt_rate(self, now: float) -> float:
         """Return prompt tokens per second."""

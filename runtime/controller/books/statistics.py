@@ -24,8 +24,8 @@ FIT = "fit"
 """Reason of a switch to a layout whose steps are timed before the node is ready."""
 REJOIN = "rejoin"
 """Reason of a change of memory with which engines that are back follow the others."""
-SWITCH, PAUSE, BALANCE = "switch", "pause", "balance"
-DEPARTURES = (SWITCH, DRAIN, PAUSE, BALANCE)
+SWITCH, PAUSE, BALANCE, HANDOVER = "switch", "pause", "balance", "handover"
+DEPARTURES = (SWITCH, DRAIN, PAUSE, BALANCE, HANDOVER)
 """Why requests are to leave their unit with their KV: the unit is regrouped; its engines are
 drained; it has paused them for too long; or another one has less to do."""
 OTHER = "other"

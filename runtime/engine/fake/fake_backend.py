@@ -242,7 +242,7 @@ def _ready_response(settings: FakeSettings, engine: int) -> bytes:
             dtype="float32",
             vllm_version="0.32.0",
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_model_len,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
             instance_id=f"shoal-fake-{engine}",
         )
     )

@@ -285,7 +285,9 @@ def test_policy_that_errs_changes_nothing(plan, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_unknown_policy_is_named() -> None:
-    with pytest.raises(registry.UnknownPolicyError, match="choose one of adaptive, flying, manual"):
+    with pytest.raises(
+        registry.UnknownPolicyError, match="choose one of adaptive, batch, flying, manual"
+    ):
         LoopbackNode(2, policy="none-such")
 
 
