@@ -37,6 +37,7 @@ from shoal.policies.hindsight import (
     raised,
     renewed,
     saved,
+    surges,
     terms_of,
 )
 from shoal.policies.lane import LINGER_SECONDS, lane_of
@@ -46,7 +47,6 @@ from shoal.policies.static import (
     place_group,
     with_singles,
 )
-from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
@@ -77,8 +77,6 @@ SURE_SECONDS = 0.2
 noise of many grows as the root of their number: it is a second times that at most."""
 MOST_AHEAD = 0.75
 """Share of the price that may be paid by what is foreseen."""
-CACHE_SECONDS = 30.0
-"""How long it takes until the caches are as full as they were before a switch."""
 REGRET_SECONDS = 120.0
 """Time constant with which it is forgotten by how much the node was slower than a layout."""
 LEAST_PROMISES = 0.1
@@ -132,6 +130,11 @@ class Memory:
     behind: tuple[tuple[Partition, float], ...] = ()
     """By how many seconds of requests the node was slower than each partition would have been, up
     to when that one's shadow last began anew."""
+
+    @property
+    def usual(self) -> float:
+        """As many requests as one usually finds: between bursts this is about a burst's."""
+        return self.squares / self.requests if self.requests else 0.0
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -202,7 +205,8 @@ def _by_hindsight(
     assert terms is not None
     gains, here = saved(seen, terms), snapshot.partition
     forecast = Forecast(snapshot, model)
-    prices = {candidate: _price(snapshot, forecast, memory, candidate) for candidate in gains}
+    noise = _noise(memory.usual)
+    prices = {c: max(LEAST_SAVED, noise + forecast.loss(c, memory.usual)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
     low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
@@ -213,16 +217,20 @@ def _by_hindsight(
         seen = renewed(seen, low, terms)
         behind |= {c: regrets[c] for c in low}
     memory = replace(memory, shadows=seen, behind=tuple(behind.items()))
+    # What was saved before a surge says nothing of it, and it is not noise.
+    surge = {c for c in gains if len(c) > len(here)} if surges(seen) else set[Partition]()
+    gains |= {c: max(noise, gains[c]) for c in surge}
     lead = {c: gains[c] - _fine(regrets, c) for c in gains if forecast.has_room(c)}
     least = {c: max(LEAST_SAVED, (1 - MOST_AHEAD) * prices[c]) for c in lead}
-    near = [c for c in lead if lead[c] >= least[c]]
-    early = snapshot.since_switch < LEAST_SECONDS or snapshot.now - memory.looked < LOOK_SECONDS
+    near = [c for c in lead if lead[c] >= least[c] or c in surge]
+    pause = WATCH_SECONDS if surge else LOOK_SECONDS
+    early = snapshot.since_switch < LEAST_SECONDS or snapshot.now - memory.looked < pause
     if not near or early:
         return Plan(dispatches, memory=memory)
     stops = {c: forecast.whole_stop(c) for c in near}
     memory = replace(memory, looked=snapshot.now)
     worth = {
-        c: foreseen(seen, c, stop, terms) - max(0.0, prices[c] - lead[c])
+        c: foreseen(seen, c, stop, terms, c in surge) - max(0.0, prices[c] - lead[c])
         for c, stop in stops.items()
     }
     best = max(worth, key=worth.__getitem__)
@@ -249,6 +257,11 @@ def _first(snapshot: Snapshot) -> Partition | None:
         return None
     target = with_singles(snapshot, units_of(snapshot.engines, half[-1]))
     return target if target != snapshot.partition else None
+
+
+def _noise(usual: float) -> float:
+    """Return the seconds of requests that say nothing, where one usually finds so many."""
+    return min(SURE_SECONDS * usual, math.sqrt(usual))
 
 
 def _fine(regrets: Mapping[Partition, float], candidate: Partition) -> float:
@@ -292,23 +305,6 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
         squares=kept * memory.squares + (1 - kept) * snapshot.requests**2,
         behind=tuple((partition, regretted * seconds) for partition, seconds in memory.behind),
     )
-
-
-def _price(snapshot: Snapshot, forecast: Forecast, memory: Memory, candidate: Partition) -> float:
-    """Return what a candidate must have saved, in seconds of requests, besides its fine.
-
-    The switch stops the requests, and the caches that it loses must be filled again. And what is
-    within the noise of the load says nothing.
-    """
-    # As many as a request usually finds: in quiet moments between bursts this is about a burst's.
-    usual = memory.squares / memory.requests if memory.requests else 0.0
-    stop = forecast.whole_stop(candidate) * snapshot.requests
-    share = snapshot.hit_share
-    rate = snapshot.prompt_tokens / max(0.1, 1 - share) * snapshot.usual_rate
-    token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
-    lost = CACHE_SECONDS * share * rate * token * (1 + usual)
-    noise = min(SURE_SECONDS * usual, math.sqrt(usual))
-    return max(LEAST_SAVED, noise + stop + lost)
 
 
 def _judged(
