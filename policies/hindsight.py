@@ -40,10 +40,10 @@ it lasts with 1 / (1 + x): these are the medians below 1, from 1 to 5, and above
 SURGE_WINDOWS = (0.1, 0.2, 0.4, 0.8, 1.6)
 """A surge began about so many seconds ago."""
 SURGE_FACTOR = 2.0
-"""In a surge at least so many times as many requests come as before it."""
-SURGE_NATS = 12.0
+"""In a surge at least so many times as many requests come as ever in such a time before it."""
+SURGE_NATS = 10.0
 """Logarithm of how much likelier these requests are in a surge than without one."""
-SURGE_BEFORE = 16
+SURGE_BEFORE = 10
 """So many requests must have come before it, or nobody knows what is usual."""
 
 TermsOf = Mapping[Layout, Terms]
@@ -248,10 +248,10 @@ def surges(seen: Hindsight) -> bool:
         count = bisect_right(ages, window)
         before = len(ages) - count
         usual = before * window / max(window, span - window)
-        if before < SURGE_BEFORE or count < SURGE_FACTOR * usual:
+        windows = Counter(int(ago / window) for ago in ages[count:]).values()
+        if before < SURGE_BEFORE or count < SURGE_FACTOR * max(windows):
             continue
-        windows = Counter(int(ago / window) for ago in ages[count:])
-        clumps = max(1.0, sum(n * n for n in windows.values()) / before - usual)
+        clumps = max(1.0, sum(n * n for n in windows) / before - usual)
         if count * log(count / usual) - count + usual > SURGE_NATS * clumps:
             return True
     return False
