@@ -6,10 +6,11 @@ would have saved beside the current one, and changes to it when that has reached
 switch, as in the ski rental problem. So the regret about a layout that was kept too long is about
 the price. When a part of it has been saved, the policy looks ahead: the latest requests come again,
 with and without the switch (``hindsight.foreseen``). What this saves pays the rest, and what would
-lose so is not done. The policy also remembers for minutes by how much the node was slower than each
-layout would have been, the stops of its switches included. While one layout would have been better,
-every other one must save its distance to that one besides the price. So a layout that is better in
-quiet moments, and much worse in sudden bursts, is not taken up again after each of them.
+lose so is not done. In a sudden surge of requests the policy looks ahead to narrower units at once.
+It also remembers for minutes by how much the node was slower than each layout would have been, the
+stops of its switches included. While one layout would have been better, every other one must save
+its distance to that one besides the price. So a layout that is better in quiet moments, and much
+worse in sudden bursts, is not taken up again after each of them.
 
 While urgent requests come, they may have a group to themselves (``lane.py``), if an operator says
 so. With promises, or while requests are urgent or too long for a narrow unit, ``forecast.py``
@@ -37,6 +38,7 @@ from shoal.policies.hindsight import (
     raised,
     renewed,
     saved,
+    surges,
     terms_of,
 )
 from shoal.policies.lane import LINGER_SECONDS, lane_of
@@ -46,7 +48,6 @@ from shoal.policies.static import (
     place_group,
     with_singles,
 )
-from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
@@ -77,8 +78,6 @@ SURE_SECONDS = 0.2
 noise of many grows as the root of their number: it is a second times that at most."""
 MOST_AHEAD = 0.75
 """Share of the price that may be paid by what is foreseen."""
-CACHE_SECONDS = 30.0
-"""How long it takes until the caches are as full as they were before a switch."""
 REGRET_SECONDS = 120.0
 """Time constant with which it is forgotten by how much the node was slower than a layout."""
 LEAST_PROMISES = 0.1
@@ -132,6 +131,11 @@ class Memory:
     behind: tuple[tuple[Partition, float], ...] = ()
     """By how many seconds of requests the node was slower than each partition would have been, up
     to when that one's shadow last began anew."""
+
+    @property
+    def usual(self) -> float:
+        """As many requests as one usually finds: between bursts this is about a burst's."""
+        return self.squares / self.requests if self.requests else 0.0
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -202,7 +206,8 @@ def _by_hindsight(
     assert terms is not None
     gains, here = saved(seen, terms), snapshot.partition
     forecast = Forecast(snapshot, model)
-    prices = {candidate: _price(snapshot, forecast, memory, candidate) for candidate in gains}
+    noise = _noise(memory.usual)
+    prices = {c: max(LEAST_SAVED, noise + forecast.loss(c, memory.usual)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
     low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
@@ -213,16 +218,20 @@ def _by_hindsight(
         seen = renewed(seen, low, terms)
         behind |= {c: regrets[c] for c in low}
     memory = replace(memory, shadows=seen, behind=tuple(behind.items()))
+    # What was saved before a surge says nothing of it, and it is not noise.
+    surge = {c for c in gains if len(c) > len(here)} if surges(seen) else set[Partition]()
+    gains |= {c: max(noise, gains[c]) for c in surge}
     lead = {c: gains[c] - _fine(regrets, c) for c in gains if forecast.has_room(c)}
     least = {c: max(LEAST_SAVED, (1 - MOST_AHEAD) * prices[c]) for c in lead}
-    near = [c for c in lead if lead[c] >= least[c]]
-    early = snapshot.since_switch < LEAST_SECONDS or snapshot.now - memory.looked < LOOK_SECONDS
+    near = [c for c in lead if lead[c] >= least[c] or c in surge]
+    pause = WATCH_SECONDS if surge else LOOK_SECONDS
+    early = snapshot.since_switch < LEAST_SECONDS or snapshot.now - memory.looked < pause
     if not near or early:
         return Plan(dispatches, memory=memory)
     stops = {c: forecast.whole_stop(c) for c in near}
     memory = replace(memory, looked=snapshot.now)
     worth = {
-        c: foreseen(seen, c, stop, terms) - max(0.0, prices[c] - lead[c])
+        c: foreseen(seen, c, stop, terms, c in surge) - max(0.0, prices[c] - lead[c])
         for c, stop in stops.items()
     }
     best = max(worth, key=worth.__getitem__)
@@ -249,6 +258,11 @@ def _first(snapshot: Snapshot) -> Partition | None:
         return None
     target = with_singles(snapshot, units_of(snapshot.engines, half[-1]))
     return target if target != snapshot.partition else None
+
+
+def _noise(usual: float) -> float:
+    """Return the seconds of requests that say nothing, where one usually finds so many."""
+    return min(SURE_SECONDS * usual, math.sqrt(usual))
 
 
 def _fine(regrets: Mapping[Partition, float], candidate: Partition) -> float:
@@ -292,23 +306,6 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
         squares=kept * memory.squares + (1 - kept) * snapshot.requests**2,
         behind=tuple((partition, regretted * seconds) for partition, seconds in memory.behind),
     )
-
-
-def _price(snapshot: Snapshot, forecast: Forecast, memory: Memory, candidate: Partition) -> float:
-    """Return what a candidate must have saved, in seconds of requests, besides its fine.
-
-    The switch stops the requests, and the caches that it loses must be filled again. And what is
-    within the noise of the load says nothing.
-    """
-    # As many as a request usually finds: in quiet moments between bursts this is about a burst's.
-    usual = memory.squares / memory.requests if memory.requests else 0.0
-    stop = forecast.whole_stop(candidate) * snapshot.requests
-    share = snapshot.hit_share
-    rate = snapshot.prompt_tokens / max(0.1, 1 - share) * snapshot.usual_rate
-    token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
-    lost = CACHE_SECONDS * share * rate * token * (1 + usual)
-    noise = min(SURE_SECONDS * usual, math.sqrt(usual))
-    return max(LEAST_SAVED, noise + stop + lost)
 
 
 def _judged(

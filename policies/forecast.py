@@ -21,6 +21,7 @@ from shoal.policies.flow import (
     pace_of,
 )
 from shoal.policies.static import with_singles
+from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
@@ -53,6 +54,8 @@ LEAST_ROOM = 0.15
 """Share of a unit's KV blocks that must be free, so that its requests can be carried away."""
 SWITCH_SECONDS = 0.004
 """Seconds of a switch beyond the step that is computed and the copies: messages and launches."""
+CACHE_SECONDS = 30.0
+"""How long it takes until the caches are as full as they were before a switch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,17 @@ class Forecast:
         steps = left(len(here)) + self._snapshot.schedules_ahead
         longest = max(map(self._step_seconds, here))
         return SWITCH_SECONDS + steps * longest + self._copy_seconds(candidate, moved)
+
+    def loss(self, candidate: Partition, usual: float) -> float:
+        """Return what a switch costs where one usually finds so many requests, in their seconds.
+
+        It stops the requests, and the caches that it loses must be filled again.
+        """
+        snapshot = self._snapshot
+        stop = self.whole_stop(candidate) * snapshot.requests
+        rate = snapshot.prompt_tokens / max(0.1, 1 - snapshot.hit_share) * snapshot.usual_rate
+        token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
+        return stop + CACHE_SECONDS * snapshot.hit_share * rate * token * (1 + usual)
 
     def has_room(self, candidate: Partition) -> bool:
         """Return whether the requests that a switch moves can take their KV along.

@@ -5,9 +5,10 @@ model does not know cancels out. A shadow begins with the requests that are on t
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil, inf, log1p
+from math import ceil, inf, log, log1p
 from typing import NamedTuple
 
 from shoal.policies.shadow import Decode, Job, Present, Shadow, Terms, fork, present
@@ -33,6 +34,17 @@ AGAIN_SECONDS = HORIZONS[-1]
 """It lets the requests of so many seconds come again."""
 LEAST_SECONDS = 1.0
 """The latest requests count as having come within at least this time."""
+SURGE_LENGTHS = ((1 / 2, 0.3), (1 / 3, 2.0), (1 / 6, 11.0))
+"""Probabilities of how many times as long as until now a surge will last. At least x times as long
+it lasts with 1 / (1 + x): these are the medians below 1, from 1 to 5, and above 5."""
+SURGE_WINDOWS = (0.1, 0.2, 0.4, 0.8, 1.6)
+"""A surge began about so many seconds ago."""
+SURGE_FACTOR = 2.0
+"""In a surge at least so many times as many requests come as ever in such a time before it."""
+SURGE_NATS = 10.0
+"""Logarithm of how much likelier these requests are in a surge than without one."""
+SURGE_BEFORE = 10
+"""So many requests must have come before it, or nobody knows what is usual."""
 
 TermsOf = Mapping[Layout, Terms]
 
@@ -151,7 +163,9 @@ def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
     }
 
 
-def foreseen(seen: Hindsight, to: Partition, stop: float, terms: TermsOf) -> float:
+def foreseen(
+    seen: Hindsight, to: Partition, stop: float, terms: TermsOf, surge: bool = False
+) -> float:
     """Return the seconds of requests that a switch now will save if the latest requests come again.
 
     A node that fills up, or a burst that has not ended, will have more requests than now, and the
@@ -164,29 +178,33 @@ def foreseen(seen: Hindsight, to: Partition, stop: float, terms: TermsOf) -> flo
         to: the partition to which the node would switch.
         stop: seconds for which the switch stops requests.
         terms: what units can do.
+        surge: whether the latest requests are a surge (``surges``), of which nobody knows how long
+            it will last.
     """
     # Until the switch stops them, units go on with the steps that they have begun.
     until = seen.current.copy()
     until.advance(seen.at + stop, terms)
     begin = max(queue.clock for queue in until.queues)
     there = fork((unit.layout for unit in to), present(until), begin, terms)
-    so_far = until.spent(begin) - seen.current.spent(seen.at)
-    so_far += seen.current.spent(seen.at)
-    stays = _again(seen, seen.current.copy(), terms)
-    goes = _again(seen, there, terms)
-    worth = [
-        without - so_far - spent - (stop * back if horizon < HORIZONS[-1] else 0.0)
-        for horizon, (without, _), (spent, back) in zip(HORIZONS, stays, goes, strict=True)
-    ]
-    return max(worth)
+    so_far, worth = until.spent(begin), 0.0
+    for probability, length in SURGE_LENGTHS if surge else ((1.0, 1.0),):
+        stays = _again(seen, seen.current.copy(), terms, length)
+        goes = _again(seen, there.copy(), terms, length)
+        worth += probability * max(
+            without - so_far - spent - (stop * back if horizon < HORIZONS[-1] else 0.0)
+            for horizon, (without, _), (spent, back) in zip(HORIZONS, stays, goes, strict=True)
+        )
+    return worth
 
 
-def _again(seen: Hindsight, shadow: Shadow, terms: TermsOf) -> Iterator[tuple[float, int]]:
+def _again(
+    seen: Hindsight, shadow: Shadow, terms: TermsOf, length: float
+) -> Iterator[tuple[float, int]]:
     """Yield the seconds that requests will have spent on all units, and how many are there.
 
     This is yielded for each of ``HORIZONS``, as if no other request came after it.
     """
-    coming = _mirrored(seen)
+    coming = _mirrored(seen, length)
     at, job = next(coming, (inf, None))
     for horizon in HORIZONS:
         while job is not None and at < seen.at + horizon:
@@ -196,18 +214,47 @@ def _again(seen: Hindsight, shadow: Shadow, terms: TermsOf) -> Iterator[tuple[fl
         yield shadow.all_in_all(terms), shadow.requests
 
 
-def _mirrored(seen: Hindsight) -> Iterator[tuple[float, Job]]:
+def _mirrored(seen: Hindsight, length: float = 1.0) -> Iterator[tuple[float, Job]]:
     """Yield when the latest jobs come again: at first backwards, from the last one to the first.
 
     Of a node that was watched for less than that, the time before is not known. So they come to and
-    fro.
+    fro. What took a second takes ``length`` seconds, in which so many times as many jobs come.
     """
     span = min(AGAIN_SECONDS, max(LEAST_SECONDS, seen.at - seen.began))
-    for k in range(ceil(AGAIN_SECONDS / span)):
-        begin = seen.at + k * span
+    due = 0.0
+    for k in range(ceil(AGAIN_SECONDS / span / length)):
+        last = 0.0
         for job in seen.latest if k % 2 else reversed(seen.latest):
             ago = max(0.0, seen.at - job.start)
-            yield begin + (max(0.0, span - ago) if k % 2 else ago), job
+            here = max(0.0, span - ago) if k % 2 else ago
+            due += length
+            times = int(due)
+            due -= times
+            for n in range(1, times + 1):
+                yield seen.at + length * (k * span + last + (here - last) * n / times), job
+            last = here
+
+
+def surges(seen: Hindsight) -> bool:
+    """Return whether requests suddenly come at a much higher rate, beyond doubt.
+
+    This is a sequential test for a new rate of a Poisson process (the likelihood ratio of CUSUM).
+    Where requests come in clumps, so many of them come at once that the ratio says less. So it is
+    divided by the variance of their number in a window, as a multiple of its mean.
+    """
+    span = min(AGAIN_SECONDS, max(LEAST_SECONDS, seen.at - seen.began))
+    ages = [max(0.0, seen.at - job.start) for job in reversed(seen.latest)]
+    for window in SURGE_WINDOWS:
+        count = bisect_right(ages, window)
+        before = len(ages) - count
+        usual = before * window / max(window, span - window)
+        windows = Counter(int(ago / window) for ago in ages[count:]).values()
+        if before < SURGE_BEFORE or count < SURGE_FACTOR * max(windows):
+            continue
+        clumps = max(1.0, sum(n * n for n in windows) / before - usual)
+        if count * log(count / usual) - count + usual > SURGE_NATS * clumps:
+            return True
+    return False
 
 
 def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hindsight:

@@ -15,14 +15,13 @@ from shoal.policies.adaptive import (
     Memory,
 )
 from shoal.policies.flying import FLYING
-from shoal.policies.forecast import Forecast
 from shoal.policies.lane import LINGER_SECONDS
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan
 from shoal.policies.values.snapshot import LayoutState, Snapshot, Target
 from tests.policies.nodes import DP, FOURS, LAYOUTS, PAIRS, TP, node
-from tests.policies.snapshots import MODEL, request
+from tests.policies.snapshots import request
 from tests.units import tp
 
 LOOSE, TIGHT = Target(0, 5.0, 0.1), Target(0, 5.0, 0.012)
@@ -117,6 +116,23 @@ def test_a_switch_to_wider_units_must_be_foreseen_to_pay_twice(
     crowd, quiet = node(TP, {0: 30}, rate=10.0), node(FOURS, {0: 1}, rate=2.0)
     assert wanted(chats(crowd if here == TP else quiet), 80.0) == there
     assert len(looked) == looks
+
+
+def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not a load that only wobbles, and not to wider units."""
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
+    wobbles = reviews(GROWS, 60.0)
+    monkeypatch.setattr(adaptive, "surges", lambda _: True)
+    assert reviews(GROWS, 60.0) == 1 < wobbles
+    quiet = replace(chats(node(FOURS, {0: 1}, rate=2.0)), memory=Memory(-WATCH_SECONDS, age=60.0))
+    monkeypatch.setattr(adaptive, "_candidates", lambda *_: iter((FOURS, TP)))
+    assert reviews(quiet, 80.0) > 1
+
+
+def test_a_surge_that_is_foreseen_to_lose_is_stayed_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptive, "surges", lambda _: True)
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
+    assert reviews(GROWS, 5.0) == round(5.0 / WATCH_SECONDS)
 
 
 def test_an_idle_node_with_sp_begins_in_groups_of_half_its_engines() -> None:
@@ -256,11 +272,7 @@ def test_the_price_grows_as_the_noise_of_the_load() -> None:
     """With many requests it is less than in proportion to their number."""
 
     def price(requests: int) -> float:
-        seen = node(TP, {0: requests}, rate=10.0)
-        usual = Memory(0.0, requests=requests, squares=float(requests**2))
-        forecast = Forecast(seen, MODEL)
-        stop = forecast.whole_stop(DP) * seen.requests
-        return adaptive._price(seen, forecast, usual, DP) - stop
+        return adaptive._noise(Memory(0.0, requests=requests, squares=requests**2).usual)
 
     assert price(10) == pytest.approx(2.0)
     assert price(20) == pytest.approx(4.0)

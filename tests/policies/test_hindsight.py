@@ -7,7 +7,15 @@ from math import inf
 import pytest
 
 from shoal.policies import hindsight
-from shoal.policies.hindsight import AGAIN_SECONDS, HORIZONS, Hindsight, _mirrored, foreseen
+from shoal.policies.hindsight import (
+    AGAIN_SECONDS,
+    HORIZONS,
+    SURGE_BEFORE,
+    Hindsight,
+    _mirrored,
+    foreseen,
+    surges,
+)
 from shoal.policies.shadow import Job, Queue, Shadow, Terms
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout, alone
@@ -97,3 +105,51 @@ def test_what_pays_for_a_time_must_pay_for_the_way_back(monkeypatch: pytest.Monk
 def test_without_requests_nothing_is_worth_a_switch(stop: float) -> None:
     empty = replace(seen(), latest=())
     assert foreseen(empty, SINGLES, stop, TERMS) <= 0
+
+
+def after(quiet: list[float], seconds: float, per_second: float) -> Hindsight:
+    """Return a group to which requests came at some times, and then at another rate."""
+    return seen(*(at - seconds for at in quiet), *rate(per_second, seconds))
+
+
+QUIET = rate(24, AGAIN_SECONDS)
+
+
+def test_for_longer_they_come_more_often() -> None:
+    jobs = seen(NOW - 2, NOW - 1)
+    assert [at - NOW for at, _ in _mirrored(jobs, 2.0)] == [1, 2, 3, 4]
+    assert next(at - NOW for at, _ in _mirrored(jobs, 0.5)) == 1, "every other one comes"
+
+
+@pytest.mark.parametrize(("seconds", "per_second"), [(0.2, 140), (0.4, 96), (0.8, 72)])
+def test_a_surge_is_noticed_within_a_second(seconds: float, per_second: float) -> None:
+    assert surges(after(QUIET, seconds, per_second))
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.5, 1, 2, 4])
+def test_a_wobble_is_no_surge(seconds: float) -> None:
+    assert not surges(after(QUIET, seconds, 24 * 1.3))
+    assert not surges(after(QUIET, seconds, 24 * 0.5))
+
+
+def test_a_clump_among_clumps_is_no_surge() -> None:
+    clumps = [NOW - 0.01 - second for second in range(9, -1, -1) for _ in range(12)]
+    assert not surges(seen(*clumps))
+    larger = [NOW - 0.01] * 6
+    assert not surges(seen(*clumps, *larger))
+    assert surges(seen(*clumps[:-12], *[NOW - 0.01] * 100))
+
+
+def test_where_nobody_knows_what_is_usual_nothing_is_a_surge() -> None:
+    few = rate(SURGE_BEFORE / AGAIN_SECONDS, AGAIN_SECONDS)
+    assert surges(after(few, 0.2, 140))
+    assert not surges(after(few[1:], 0.2, 140))
+    assert not surges(seen())
+
+
+def test_a_surge_of_unknown_length_is_worth_a_switch_before_it_has_lasted() -> None:
+    """It may end at once, which costs little, or go on for seconds, which costs much."""
+    at_first, later = after(QUIET, 0.3, 140), after(QUIET, 1.0, 140)
+    known, unknown = (foreseen(at_first, SINGLES, 0.02, TERMS, surge) for surge in (False, True))
+    assert known < unknown
+    assert foreseen(later, SINGLES, 0.02, TERMS, True) > unknown
