@@ -85,6 +85,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.runner.arrivals",
         "shoal.runtime.engine.runner.device_memory",
         "shoal.runtime.engine.runner.drafts",
+        "shoal.runtime.engine.runner.interludes",
         "shoal.runtime.engine.runner.loading",
         "shoal.runtime.engine.runner.recorder",
         "shoal.runtime.engine.runner.runner",

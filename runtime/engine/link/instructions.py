@@ -172,12 +172,25 @@ class Copied:
 class Form:
     """On a runner's own queue: make a layout's worker anew; answered with the error, or "".
 
-    From then on the runner's queue for this layout is the empty one of this ``generation``.
+    From then on the runner's queue for this layout is the empty one of this ``generation``. The
+    runner goes on with what its own queue says, in interludes (``runner/interludes.py``).
     """
 
     seq: int
     layout: Layout
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """On a runner's own queue: start a layout's core, as the queue of its group says.
+
+    Answered when ``Detach`` on that queue has ended it. The runner goes on with what its own queue
+    says, in interludes.
+    """
+
+    seq: int
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +233,7 @@ Instruction = (
     | Carry
     | CopyAhead
     | Form
+    | Start
     | FillWeights
     | UseWeights
     | Detach

@@ -128,6 +128,10 @@ class ProbedRunner(PacedRunner):
         """Steps whose sampling came as a message of its own."""
         self.late: list[Callable[[], object]] = []
         """Reads that begin after the next step: see ``read_a_block_late``."""
+        self._forms: type[instructions.Instruction] | None = None
+        """What the runner does to form a group."""
+        self.beside: Counter[type[instructions.Instruction]] = Counter()
+        """Steps that computed something in the middle of each part of a group's forming."""
         self.skips_reseed = False
         self.proposed: dict[str, dict[int, list[int]]] = {}
         """See ``keep_proposals``."""
@@ -143,6 +147,8 @@ class ProbedRunner(PacedRunner):
         self.scheduled.update(output.num_scheduled_tokens)
         if output.num_scheduled_tokens:
             self.steps.append(set(output.num_scheduled_tokens))
+            if self._forms is not None:
+                self.beside[self._forms] += 1
         if self._worker.unit.leader == self._engine:
             self.led.update(output.num_scheduled_tokens)
         self.largest_step = max(self.largest_step, output.total_num_scheduled_tokens)
@@ -157,6 +163,22 @@ class ProbedRunner(PacedRunner):
         super()._on_step(step)
         while self.late:
             self.late.pop()()
+
+    def _on_form(self, form: instructions.Form) -> None:
+        with self._forming(form):
+            super()._on_form(form)
+
+    def _on_start(self, start: instructions.Start) -> None:
+        with self._forming(start):
+            super()._on_start(start)
+
+    @contextmanager
+    def _forming(self, part: instructions.Instruction) -> Iterator[None]:
+        self._forms = type(part)
+        try:
+            yield
+        finally:
+            self._forms = None
 
     def _on_sample(self, sample: instructions.Sample) -> None:
         self.deferred_samples += 1
@@ -218,6 +240,20 @@ def take_steps(runner: ProbedRunner) -> list[set[str]]:
     """Return the requests of each step since the last call."""
     taken, runner.steps = runner.steps, []
     return taken
+
+
+def take_steps_beside(runner: ProbedRunner) -> Counter[type[instructions.Instruction]]:
+    """Return the steps in the middle of each part of a group's forming since the last call."""
+    taken, runner.beside = runner.beside, Counter()
+    return taken
+
+
+def hold_no_interludes(runner: ProbedRunner, without: bool) -> None:
+    """Let no own step run while the runner forms a group."""
+    if without:
+        runner.step = lambda _: False  # type: ignore[method-assign]
+    else:
+        del runner.step
 
 
 def take_modes(runner: ProbedRunner) -> dict[Mode, int]:
