@@ -99,6 +99,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.scheduler.kv_groups",
         "shoal.runtime.engine.scheduler.packed_tokens",
         "shoal.runtime.engine.scheduler.scheduled_steps",
+        "shoal.runtime.engine.scheduler.vacated_blocks",
         "shoal.runtime.engine.scheduler.vllm_backend",
         "shoal.runtime.engine.scheduler.vllm_core",
         "shoal.runtime.engine.scheduler.vllm_group_core",

@@ -7,7 +7,8 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
-from shoal.runtime.engine.agent.interface import Core, CoreLoad, EndedSteps, EngineBackend
+from shoal.runtime.engine.agent.interface import Core, EngineBackend
+from shoal.runtime.engine.agent.results import CoreLoad, EndedSteps
 from shoal.runtime.engine.agent.trials import Trials
 from shoal.runtime.engine.agent.watchdog import SHORTEST_SECONDS, StepWatch
 from shoal.runtime.protocol import messages as m

@@ -155,8 +155,21 @@ class CopyAhead:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Copy KV from blocks of the unit to other blocks of it.
+
+    Every member answers with a ``Copied`` once its device has copied all of it. Steps that come
+    later in the queue find the KV in the other blocks.
+    """
+
+    seq: int
+    requests: list[Arrival]
+    """Only ``computed`` and the blocks of each are used."""
+
+
+@dataclass(frozen=True, slots=True)
 class Copied:
-    """One member's answer to ``Carry`` or ``CopyAhead``."""
+    """One member's answer to ``Carry``, ``CopyAhead`` or ``Move``."""
 
     bytes: int
     """Bytes of KV that the member has read, also from its own memory."""
@@ -232,6 +245,7 @@ Instruction = (
     | Extend
     | Carry
     | CopyAhead
+    | Move
     | Form
     | Start
     | FillWeights

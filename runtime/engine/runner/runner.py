@@ -291,6 +291,10 @@ class Runner:
         copied = self._carrying.copy_ahead(ahead)
         self._beside.answer(self._worker.unit, ahead.seq, copied)
 
+    def _on_move(self, move: instructions.Move) -> None:
+        copied = self._carrying.move(self._worker.unit, move.requests)
+        self._responder.answer(self._worker.unit, move.seq, copied)
+
     # --- groups that are formed anew ---
 
     @contextmanager

@@ -1,11 +1,27 @@
-"""What vLLM's ``SchedulerOutput`` says of a step."""
+"""What vLLM's ``SchedulerOutput`` says of a step, and the steps that are in flight."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from shoal.runtime.engine.agent.step_work import work_of_step
-from shoal.runtime.protocol.messages import Work
+from shoal.runtime.protocol.messages import Mode, Work
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that was queued for the runners and not collected."""
+
+    seq: int
+    scheduled: SchedulerOutput
+    future: "Future[Any]"
+    mode: Mode
+    work: Work
+    copy: int
+    """The last copy that was begun before it (``CarriedRequests.latest_copy``)."""
 
 
 def tells_runners(scheduled: SchedulerOutput) -> bool:

@@ -7,8 +7,6 @@ those moments are its safe points.
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -19,7 +17,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.engine.agent.interface import (
+from shoal.runtime.engine.agent.results import (
     Adoption,
     Collected,
     Copied,
@@ -37,29 +35,18 @@ from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends, pen
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
 from shoal.runtime.engine.scheduler.packed_tokens import PackedTokens
 from shoal.runtime.engine.scheduler.scheduled_steps import (
+    InFlight,
     awaits_tokens,
     beginning,
     tells_runners,
     work_of,
 )
+from shoal.runtime.engine.scheduler.vacated_blocks import VacatedBlocks
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Mode, Work
 
 AHEAD_REQUESTS = 16
 """With so many running requests, a step is scheduled before an ended one is collected."""
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A step that was queued for the runners and not collected."""
-
-    seq: int
-    scheduled: SchedulerOutput
-    future: "Future[Any]"
-    mode: Mode
-    work: Work
-    copy: int
-    """The last copy that was begun before it (``CarriedRequests.latest_copy``)."""
 
 
 class VllmCore:
@@ -106,6 +93,7 @@ class VllmCore:
         channel = self._executor.channel
         self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
         self._ahead = BlocksAhead(unit, self._scheduler, channel, self._carried)
+        self._vacated = VacatedBlocks(self._scheduler, channel, self._carried, self._physical)
 
     def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
         """Return each member's own ids of blocks of this core."""
@@ -344,8 +332,18 @@ class VllmCore:
         """Return whether what backs a block of this core has an id above ``beyond``."""
         return block > beyond
 
+    def vacate(self, beyond: int, *, moves: bool) -> int:
+        """See ``interface.Core.vacate``."""
+        self._stalled = False
+        return self._vacated.vacate(lambda block: self._is_beyond(block, beyond), moves=moves)
+
+    @property
+    def is_moving(self) -> bool:
+        """See ``interface.Core.is_moving``."""
+        return self._vacated.is_moving
+
     def preempt(self, request_ids: Sequence[str]) -> None:
-        """See ``interface.Core.preempt``."""
+        """Take requests' blocks: they are computed again. Only while no step is in flight."""
         preempt(self._scheduler, request_ids)
         self._stalled = False
 

@@ -285,6 +285,13 @@ def blocks(runner: ProbedRunner, request_id: str) -> list[int]:
     return runner.blocks[request_id]
 
 
+def physical_blocks(runner: ProbedRunner, request_id: str) -> list[int]:
+    """Return the engine's own ids of a request's blocks in the unit that it works in now."""
+    block_map = runner._worker.block_map
+    held = runner.blocks[request_id]
+    return held if block_map is None else [block_map._physical[block] for block in held]
+
+
 def skip_reseed(runner: ProbedRunner, skip: bool) -> None:
     runner.skips_reseed = skip
 
@@ -357,6 +364,15 @@ def damage_copies(runner: ProbedRunner, damaged: bool) -> None:
         whole._copy = lambda target, source: target.copy_(source.roll(4096))
     else:
         del whole._copy
+
+
+def move_nothing(runner: ProbedRunner, damaged: bool) -> None:
+    """Copy no KV from blocks that are given up to those that stand for them."""
+    if damaged:
+        nothing = partial(instructions.Copied, 0, 0.0)
+        runner._carrying.move = lambda *_: nothing  # type: ignore[method-assign]
+    else:
+        del runner._carrying.move
 
 
 def compare_nothing(runner: ProbedRunner, damaged: bool) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.policies.values.layouts import alone
-from shoal.runtime.engine.agent.interface import Collected, CoreOutputs, EndedSteps
+from shoal.runtime.engine.agent.results import Collected, CoreOutputs, EndedSteps
 from shoal.runtime.engine.agent.stepping import Account
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire

@@ -17,6 +17,7 @@ MESSAGES = [
     instructions.Detach(4),
     instructions.Form(6, Layout(tp=2), generation=1),
     instructions.Start(7, Layout(tp=2)),
+    instructions.Move(8, []),
     instructions.Result("tp2", 1, 0, [3]),
     instructions.Failure(1, "ValueError: no"),
 ]
