@@ -36,6 +36,9 @@ def main() -> None:
             "name another with PYTHON=..."
         )
     directory = Path(sys.argv[1])
+    if directory.is_symlink():
+        # Making an environment empties its directory: here, one that others may be using.
+        sys.exit(f"{directory} is a link: make {directory.resolve()} instead, or remove the link")
     has_ensurepip = importlib.util.find_spec("ensurepip") is not None
     venv.create(directory, with_pip=has_ensurepip, symlinks=True, clear=True)
     if has_ensurepip:

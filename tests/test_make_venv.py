@@ -68,3 +68,15 @@ def test_other_pythons_are_refused(
     with pytest.raises(SystemExit, match=r"^Shoal needs Python 3\.11 or 3\.12"):
         script.main()
     assert not (tmp_path / "venv").exists()
+
+
+def test_a_link_to_an_environment_of_others_is_refused(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").touch()
+    (tmp_path / "venv").symlink_to("theirs")
+    monkeypatch.setattr(script.sys, "argv", ["make_venv.py", str(tmp_path / "venv")])
+    with pytest.raises(SystemExit, match="venv is a link"):
+        script.main()
+    assert (tmp_path / "theirs" / "file").exists()

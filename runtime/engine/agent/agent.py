@@ -17,6 +17,7 @@ from shoal.runtime.engine.agent.interface import Core, EngineBackend
 from shoal.runtime.engine.agent.lending import Lending
 from shoal.runtime.engine.agent.moving import Moving
 from shoal.runtime.engine.agent.resizing import Resizing
+from shoal.runtime.engine.agent.sliced_work import SlicedWork
 from shoal.runtime.engine.agent.stepping import Stepping
 from shoal.runtime.engine.agent.watchdog import HungStepError, StepWatch
 from shoal.runtime.protocol import messages as m
@@ -50,9 +51,10 @@ class Agent:
         self.binding = Binding(backend, transport, self._watch, clock)
         """Where the engine stands."""
         self._stepping = Stepping(backend, transport, self._watch, clock)
-        self._ahead = CopyingAhead(backend, transport)
+        work = SlicedWork(clock)
+        self._ahead = CopyingAhead(backend, transport, work)
         self._carrying = Carrying(
-            backend, transport, self.binding, self._stepping, self._ahead, clock
+            backend, transport, self.binding, self._stepping, self._ahead, work, clock
         )
         self._lending = Lending(backend, transport, self.binding, self._carrying, clock)
         self._moving = Moving(backend, transport)
@@ -106,6 +108,7 @@ class Agent:
             self._busy = self._stepping.drive(self.active, judges=not self._forming.busy)
             self._busy |= self._moving.take_out()
             self._busy |= self._carrying.take_out()
+            self._carrying.go_on()
             self._busy |= self._resizing.tend()
             self.binding.reach_safe_point()
             self._lending.tend()

@@ -68,6 +68,7 @@ class Allotting:
                 request = allotment.waiting.pop()
                 if core.allot(request):
                     allotment.served.add(request.request_id)
+            core.tell_allotted()
 
     def is_due(self, crowded: Collection[Unit]) -> bool:
         """Return whether there is more to do in the next turn."""

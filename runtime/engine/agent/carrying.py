@@ -13,7 +13,7 @@ would have free blocks, and the others, which have none, would keep the group fr
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -22,8 +22,10 @@ from shoal.runtime.clock import Clock
 from shoal.runtime.engine.agent.allotting import Allotting
 from shoal.runtime.engine.agent.binding import Binding
 from shoal.runtime.engine.agent.copying_ahead import CopyingAhead
+from shoal.runtime.engine.agent.departures import Departures
 from shoal.runtime.engine.agent.interface import Core, EngineBackend
 from shoal.runtime.engine.agent.results import Copied
+from shoal.runtime.engine.agent.sliced_work import SlicedWork
 from shoal.runtime.engine.agent.stepping import Stepping
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport, Frames
@@ -33,6 +35,9 @@ log = logging.getLogger("shoal.engine")
 ROOM_SECONDS = 0.25
 """How long requests wait for room while nothing changes: about what it takes to compute one of a
 few thousand tokens again."""
+ADMIT_SECONDS = 0.002
+"""For how long requests are adopted in one turn, so that what ends meanwhile is not collected late.
+"""
 TOGETHER_SECONDS = 0.02
 """How long the first requests of a new group wait for those of its other members: longer than a
 step that decodes. Who comes later waits for the steps that the group has begun, mostly two."""
@@ -60,6 +65,8 @@ class Arrivals(msgspec.Struct):
     """Those of them that have their blocks already."""
     tried: int = -1
     """Free blocks with which there was no room for the first."""
+    is_cut: bool = False
+    """Whether there was no time to try the next one."""
 
     @property
     def begins_served(self) -> bool:
@@ -76,6 +83,7 @@ class Carrying:
         binding: the bind that the engine is in.
         stepping: counts the requests of each unit.
         ahead: knows what of the requests was copied ahead.
+        work: does what takes long.
         clock: seconds.
     """
 
@@ -86,6 +94,7 @@ class Carrying:
         binding: Binding,
         stepping: Stepping,
         ahead: CopyingAhead,
+        work: SlicedWork,
         clock: Clock,
     ) -> None:
         self._backend = backend
@@ -93,10 +102,13 @@ class Carrying:
         self._binding = binding
         self._stepping = stepping
         self._ahead = ahead
+        self._work = work
         self._clock = clock
-        self._exports: list[m.Export] = []
+        self._departures = Departures(backend, transport)
         self._expected: dict[int, m.Expect] = {}
         """The requests that each carry is to bring, until they come."""
+        self._unbuilt: dict[int, dict[str, Frames]] = {}
+        """Those of them that the core does not know yet."""
         self._refused: dict[str, tuple[Frames, ValueError]] = {}
         """Expected requests that are not valid for their unit, and why."""
         self._allotting = Allotting(backend, binding, clock)
@@ -109,35 +121,21 @@ class Carrying:
     @property
     def is_under_way(self) -> bool:
         """Whether requests stand still, or are about to, until the next message has come."""
-        return bool(self._exports or self._expected)
+        return self._departures.is_under_way or bool(self._expected)
 
     def take(self, message: m.Expect | m.Export | m.Allot | m.Import | m.Drop | m.Keep) -> None:
         """Do what the controller says."""
         match message:
+            case m.Export() | m.Drop() | m.Keep():
+                self._departures.take(message)
             case m.Expect():
                 self.expect(message)
-            case m.Export():
-                self.export(message)
             case m.Allot():
                 self._allotting.begin(message)
             case m.Import():
                 self.take_in(message)
-            case m.Drop():
-                self.drop(message)
-            case m.Keep():
-                self.keep(message)
 
     # --- as the source ---
-
-    def export(self, message: m.Export) -> None:
-        """Export requests at ``take_out``; say by now what they will be after their last steps."""
-        self._exports.append(message)
-        core = self._backend.cores[message.unit]
-        announced = [] if _rests(core) else core.announce(message.request_ids)
-        if announced:
-            self._transport.to_controller(
-                m.Leaving(message.carry, self._backend.engine, message.unit, announced)
-            )
 
     def holds(self, core: Core) -> bool:
         """Return whether a core pauses because requests are about to leave it, or to come first.
@@ -148,49 +146,40 @@ class Carrying:
         """
         if self._waits_until(core) > self._clock():
             return True
-        return any(export.unit == core.unit for export in self._exports)
+        return self._departures.holds(core)
 
     def _waits_until(self, core: Core) -> float:
         """Return until when a core waits for the requests that come first."""
         beginning = self._binding.beginning
-        if beginning is None or beginning.core is not core or not self.expects(core):
+        if beginning is None or beginning.core is not core or not self._awaits(core):
             return -math.inf
         return beginning.by
 
+    def _awaits(self, core: Core) -> bool:
+        """Return whether requests are about to come to a core, or have come this moment."""
+        cut = (arrivals for arrivals in self._arrivals.values() if arrivals.is_cut)
+        return self.expects(core) or any(each.message.unit == core.unit for each in cut)
+
     def take_out(self) -> bool:
         """Export what can be exported now; return whether a core goes on."""
-        ready = [export for export in self._exports if _rests(self._backend.cores[export.unit])]
-        for export in ready:
-            self._exports.remove(export)
-            requests = self._backend.cores[export.unit].export(export.request_ids)
-            self._transport.to_controller(
-                m.Exported(export.carry, self._backend.engine, export.unit, requests)
-            )
-        return bool(ready)
-
-    def drop(self, message: m.Drop) -> None:
-        """Forget requests that another unit has, or that nobody wants."""
-        self._backend.cores[message.unit].abort(message.request_ids)
-
-    def keep(self, message: m.Keep) -> None:
-        """Go on with requests that were to leave."""
-        kept = set(message.request_ids)
-        for export in self._exports:
-            if export.unit == message.unit:
-                export.request_ids[:] = [id_ for id_ in export.request_ids if id_ not in kept]
-        self._backend.cores[message.unit].keep(message.request_ids)
+        return self._departures.take_out()
 
     # --- as the destination ---
 
     def expect(self, message: m.Expect) -> None:
         """Prepare requests that are about to come."""
-        core = self._backend.cores[message.unit]
         self._expected[message.carry] = message
-        for request_id, frames in message.frames.items():
+        self._unbuilt[message.carry] = unbuilt = dict(reversed(message.frames.items()))
+        self._work.add(message.carry, self._build(self._backend.cores[message.unit], unbuilt))
+
+    def _build(self, core: Core, unbuilt: dict[str, Frames]) -> Iterator[None]:
+        while unbuilt:
+            request_id, frames = unbuilt.popitem()
             try:
                 core.expect(request_id, frames)
             except ValueError as error:
                 self._refused[request_id] = frames, error
+            yield
 
     def expects(self, core: Core) -> bool:
         """Return whether requests are about to come to a core, so that it needs its blocks."""
@@ -203,6 +192,8 @@ class Carrying:
 
     def take_in(self, message: m.Import) -> None:
         """Adopt the requests that find room, and forget expected ones that do not come."""
+        self._work.finish(message.carry)
+        self._unbuilt.pop(message.carry, None)
         allotment = self._allotting.end(message)
         come = {request.request_id for request in message.requests}
         announced = self._expected.pop(message.carry, None)
@@ -232,28 +223,36 @@ class Carrying:
         self._arrivals[message.carry] = arrivals
         if not message.more:
             del self._gathering[message.unit]
-            self._admit_all()
 
     def forget(self, unit: Unit, request_ids: Sequence[str]) -> None:
-        """Forget requests that wait for room in a unit, because their clients have gone."""
+        """Forget requests that are to come to a unit, because their clients have gone."""
         gone = set(request_ids)
+        for carry, unbuilt in self._unbuilt.items():
+            if self._expected[carry].unit == unit:
+                for request_id in gone & unbuilt.keys():
+                    del unbuilt[request_id]
         for arrivals in self._arrivals.values():
             if arrivals.message.unit == unit:
                 arrivals.waiting = [r for r in arrivals.waiting if r.request_id not in gone]
 
     def tend(self) -> bool:
         """Answer for the copies that have ended, and adopt more; return whether one has ended."""
-        beginning = self._binding.beginning
-        if beginning is not None and not self.expects(beginning.core):
-            self._binding.beginning = None
+        self._admit_all()
         ended = False
         for unit in [unit for unit, portions in self._copying.items() if portions]:
             for copied in self._backend.cores[unit].copied():
                 self._end(unit, self._copying[unit].pop(0), copied)
                 ended = True
-        self._admit_all()
-        self._allotting.go_on(self._crowded)
+        beginning = self._binding.beginning
+        if beginning is not None and not self._awaits(beginning.core):
+            self._binding.beginning = None
         return ended
+
+    def go_on(self) -> None:
+        """Do some of what can be done before requests come."""
+        self._work.go_on()
+        if not self._work.is_due:
+            self._allotting.go_on(self._crowded)
 
     def _end(self, unit: Unit, portion: Portion, copied: Copied) -> None:
         self._stepping.note_copied(unit)
@@ -274,13 +273,13 @@ class Carrying:
         overdue = [now >= self._deadline(arrivals) for arrivals in every]
         for arrivals, is_overdue in zip(every, overdue, strict=True):
             if self._gathering.get(arrivals.message.unit) != arrivals.sharers:
-                self._admit(arrivals, gives_up=is_overdue)
+                self._admit(arrivals, now + ADMIT_SECONDS, gives_up=is_overdue)
 
-    def _admit(self, arrivals: Arrivals, *, gives_up: bool) -> None:
+    def _admit(self, arrivals: Arrivals, until: float, *, gives_up: bool) -> None:
         """Adopt the requests that find room, and begin to copy their KV."""
         message = arrivals.message
         core = self._backend.cores[message.unit]
-        portion = self._adopt(core, arrivals, gives_up=gives_up)
+        portion = self._adopt(core, arrivals, until, gives_up=gives_up)
         if portion.carried or portion.recomputed:
             arrivals.deadline = self._clock() + ROOM_SECONDS
             before = core.copies
@@ -293,14 +292,21 @@ class Carrying:
             return
         self._answer(portion, Copied([], 0, 0.0))
 
-    def _adopt(self, core: Core, arrivals: Arrivals, *, gives_up: bool) -> Portion:
+    def _adopt(self, core: Core, arrivals: Arrivals, until: float, *, gives_up: bool) -> Portion:
         portion, serves = Portion(arrivals.message.carry), core in self._binding.serving
         is_tried = core.load.free_blocks == arrivals.tried and not arrivals.begins_served
         if serves and not gives_up and is_tried:
             return portion
         share = self._share(core, arrivals) if serves else 0
-        while share and arrivals.waiting and self._take(core, arrivals, 0, portion):
+        arrivals.is_cut = False
+        while share and arrivals.waiting and not arrivals.is_cut:
+            if not self._take(core, arrivals, 0, portion):
+                break
             share -= 1
+            arrivals.is_cut = bool(share and arrivals.waiting) and self._clock() >= until
+        if arrivals.is_cut:
+            arrivals.tried = -1
+            return portion
         arrivals.tried = core.load.free_blocks
         if not serves or (gives_up and not portion.carried):
             # If others take turns with these, the blocks of one are a beginning. The last request
@@ -420,15 +426,11 @@ class Carrying:
 
     def due_in(self) -> float | None:
         """Return seconds until requests have waited long enough; None: none waits."""
-        if self._allotting.is_due(self._crowded):
+        is_cut = any(arrivals.is_cut for arrivals in self._arrivals.values())
+        if is_cut or self._work.is_due or self._allotting.is_due(self._crowded):
             return 0.0
         due = min(map(self._deadline, self._arrivals.values()), default=math.inf)
         now, beginning = self._clock(), self._binding.beginning
         if beginning is not None and self._waits_until(beginning.core) > now:
             due = min(due, beginning.by)
         return None if due == math.inf else max(0.0, due - now)
-
-
-def _rests(core: Core) -> bool:
-    """Return whether nothing is about to write to a core's blocks."""
-    return not core.in_flight and not core.copies

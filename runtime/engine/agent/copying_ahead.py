@@ -4,8 +4,11 @@ A source pins blocks, a destination reserves some, and every unit that has membe
 destination lets these read. No step waits for any of this.
 """
 
+from collections.abc import Iterator
+
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import Core, EngineBackend
+from shoal.runtime.engine.agent.sliced_work import SlicedWork
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
 
@@ -16,11 +19,13 @@ class CopyingAhead:
     Args:
         backend: the engine.
         transport: the way to the controller.
+        work: does what takes long.
     """
 
-    def __init__(self, backend: EngineBackend, transport: AgentTransport) -> None:
+    def __init__(self, backend: EngineBackend, transport: AgentTransport, work: SlicedWork) -> None:
         self._backend = backend
         self._transport = transport
+        self._work = work
         self._reading: dict[tuple[Unit, int], Core] = {}
         """The cores whose members read, by their unit and the carry."""
         self._reserved: dict[int, dict[str, int]] = {}
@@ -34,11 +39,12 @@ class CopyingAhead:
             case m.Pin():
                 self._pin(message)
             case m.Reserve():
-                self._reserve(message)
+                self._work.add(message.carry, self._reserve(message))
             case m.CopyAhead():
                 self._read(message)
             case m.Settle():
-                self._settle(message)
+                # After ``Reserve``, of which some may be left to do.
+                self._work.add(message.carry, self._settle(message))
             case m.Unpin():
                 self._unpin(message)
 
@@ -59,16 +65,18 @@ class CopyingAhead:
 
     # --- as the destination ---
 
-    def _reserve(self, message: m.Reserve) -> None:
-        """Take blocks, and answer."""
-        core = self._backend.cores[message.unit]
-        requests = core.reserve(message.carry, message.source, message.requests)
-        self._reserved[message.carry] = {each.request_id: each.end for each in requests}
+    def _reserve(self, message: m.Reserve) -> Iterator[None]:
+        """Take blocks, first for the longest request, and answer."""
+        core, taken = self._backend.cores[message.unit], list[m.AheadRequest]()
+        for request in sorted(message.requests, key=lambda r: r.computed, reverse=True):
+            taken += core.reserve(message.carry, message.source, [request])
+            yield
+        self._reserved[message.carry] = {each.request_id: each.end for each in taken}
         self._transport.to_controller(
-            m.Reserved(message.carry, self._backend.engine, message.unit, requests)
+            m.Reserved(message.carry, self._backend.engine, message.unit, taken)
         )
 
-    def _settle(self, message: m.Settle) -> None:
+    def _settle(self, message: m.Settle) -> Iterator[None]:
         """Let the blocks be used, or freed."""
         reserved = self._reserved.pop(message.carry, {})
         if message.copied:
@@ -76,6 +84,7 @@ class CopyingAhead:
         core = self._backend.cores.get(message.unit)
         if core is not None:
             core.settle(message.carry, copied=message.copied)
+        yield
 
     def arrive(self, carry: int) -> dict[str, int]:
         """Return up to which token requests, which arrive now, are copied already."""

@@ -108,6 +108,9 @@ class Core(Protocol):
         begins like another one that has: it will find that one's blocks when both have come.
         """
 
+    def tell_allotted(self) -> None:
+        """Tell the runners of requests that have got blocks by ``allot`` since the last time."""
+
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """Go on with an expected request, as if this core had computed it so far.
 

@@ -82,6 +82,8 @@ class FakeAhead:
         self._physical = physical
         self._pins: dict[int, list[int]] = {}
         self._reserved: dict[tuple[int, str], Reservation] = {}
+        self._by_hash: dict[int, dict[bytes, int]] = {}
+        """Blocks that are reserved for each carry, by what will be cached in them."""
         self._reading: list[Reading] = []
 
     # --- as the source ------------------------------------------------------------------------
@@ -112,7 +114,7 @@ class FakeAhead:
         self, carry: int, requests: Iterable[tuple[FakeRequest, CarriedRequest]]
     ) -> list[AheadRequest]:
         """See ``Core.reserve``; the requests are expected."""
-        by_hash, taken = dict[bytes, int](), list[AheadRequest]()
+        by_hash, taken = self._by_hash.setdefault(carry, {}), list[AheadRequest]()
         for request, carried in sorted(requests, key=lambda each: -each[1].computed):
             reserved = self._reserve(request, carried, by_hash)
             if reserved is None:
@@ -150,6 +152,7 @@ class FakeAhead:
 
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``Core.settle``."""
+        self._by_hash.pop(carry, None)
         for key, reserved in list(self._reserved.items()):
             if key[0] == carry and not reserved.is_settled:
                 reserved.is_settled = True

@@ -168,8 +168,7 @@ class FakeCore:
 
     def expect(self, request_id: str, frames: Sequence[Any]) -> None:
         """See ``Core.expect``."""
-        request = self._request(frames)
-        self._scheduler.check_is_new(request)
+        self._scheduler.check_is_new(request := self._request(frames))
         self._expected[request_id] = request
 
     def allot(self, request: CarriedRequest) -> bool:
@@ -179,6 +178,9 @@ class FakeCore:
             return False
         beside = [each for each in self._expected.values() if each.blocks and each is not expected]
         return self._scheduler.allot(expected, request.tokens, request.length, beside)
+
+    def tell_allotted(self) -> None:
+        """See ``Core.tell_allotted``: there are no runners."""
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``Core.adopt``."""
@@ -403,8 +405,7 @@ class FakeCore:
     @property
     def due(self) -> float | None:
         """Clock time at which the next step or copy is done; None: none is in flight."""
-        step = self._steps[0].due if self._steps else None
-        ends = (step, self._copies.due, self._ahead.due)
+        ends = (self._steps[0].due if self._steps else None, self._copies.due, self._ahead.due)
         return min((due for due in ends if due is not None), default=None)
 
     @property
@@ -426,8 +427,8 @@ class FakeCore:
     @property
     def held(self) -> list[int]:
         """The block ids that are held; those that several hold come several times."""
-        allotted = [block for request in self._expected.values() for block in request.blocks]
-        return self._scheduler.held + self._ahead.held + allotted
+        allotted = (request.blocks for request in self._expected.values())
+        return sum(allotted, self._scheduler.held + self._ahead.held)
 
     def forget_prefixes(self) -> None:
         """Forget every cached prefix."""

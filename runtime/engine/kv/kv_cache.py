@@ -123,6 +123,10 @@ class BlockMap:
         """Add or replace entries; closed blocks keep a stale entry that no step names."""
         self._physical.update(zip(virtual, physical, strict=True))
 
+    def of_groups(self, ids: tuple[list[int], ...]) -> tuple[list[int], ...]:
+        """Return the physical ids of blocks of each KV group."""
+        return _mapped(self._physical, ids)
+
     def apply(self, output: SchedulerOutput) -> SchedulerOutput:
         """Return the step with every block id physical; the leader's own copy stays virtual."""
         table = self._physical

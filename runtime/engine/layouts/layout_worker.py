@@ -19,8 +19,10 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from shoal.policies.values.layouts import DP, Layout, Unit
 from shoal.runtime.engine.groups.communicators import Communicators
 from shoal.runtime.engine.kv.kv_cache import BlockMap, SharedKVBuffer
+from shoal.runtime.engine.layouts.introductions import Introductions
 from shoal.runtime.engine.layouts.seeded_sampling import thrown_away_unseeded
 from shoal.runtime.engine.layouts.token_table import take_arrays
+from shoal.runtime.engine.link.instructions import Begun
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights, owned_bytes
 from shoal.runtime.protocol.messages import Mode
@@ -68,6 +70,8 @@ class LayoutWorker:
         other modes adds them here."""
         self.watch_captures: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
         """Makes of the layout's model a context in which vLLM warms up and captures CUDA graphs."""
+        self.introductions = Introductions(self._physical)
+        """The requests that are to come to the layout."""
         self.borrowed_bytes = 0
         """Bytes of weights that this process has mapped and that other engines keep."""
         self._buffer = buffer
@@ -159,12 +163,24 @@ class LayoutWorker:
         with self.active(), self._buffer.in_use(), watched:
             return run_method(self._worker, method, args, kwargs or {})
 
-    def execute(self, scheduler_output: Any, mode: Mode = Mode.TP) -> Any:
+    def _physical(self, blocks: tuple[list[int], ...]) -> tuple[list[int], ...]:
+        return blocks if self.block_map is None else self.block_map.of_groups(blocks)
+
+    def execute(
+        self, scheduler_output: Any, mode: Mode = Mode.TP, begun: Begun | None = None
+    ) -> Any:
         """Run one model step; block ids are virtual in a group (``Worker.execute_model``).
+
+        Args:
+            scheduler_output: vLLM's, without the requests that begin and were introduced.
+            mode: how the layout runs it.
+            begun: those requests, and those that do not come.
 
         Raises:
             RuntimeError: the layout was not started to run steps of this mode.
         """
+        if begun is not None:
+            scheduler_output = self.introductions.complete(scheduler_output, begun)
         if self.block_map is not None:
             scheduler_output = self.block_map.apply(scheduler_output)
         execution = self.executions.get(mode)

@@ -1,7 +1,7 @@
 """Lets a V2 model runner write the tokens of requests that begin as they are sent: in arrays.
 
 vLLM gathers what a step writes to its table of tokens in a list of numbers, and makes an array of
-it afterwards (``StagedWriteTensor``). See ``packed_tokens.py``.
+it afterwards (``StagedWriteTensor``). See ``beginnings.py``.
 """
 
 from array import array

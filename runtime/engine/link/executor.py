@@ -243,11 +243,18 @@ class UnitExecutor(Executor):  # type: ignore[misc]
         return [values] if members == 1 else values
 
     def run_step(
-        self, scheduler_output: Any, grammar_output: Any, *, sample: bool, mode: Mode
+        self,
+        scheduler_output: Any,
+        grammar_output: Any,
+        *,
+        sample: bool,
+        mode: Mode,
+        begun: instructions.Begun,
     ) -> "tuple[int, Future[Any]]":
         """Queue one step; the future yields vLLM's ``ModelRunnerOutput``."""
         seq, future = self.channel.expect(answers=1)
-        self.channel.send(instructions.Step(seq, scheduler_output, grammar_output, sample, mode))
+        step = instructions.Step(seq, scheduler_output, grammar_output, sample, mode, begun)
+        self.channel.send(step)
         return seq, future
 
     def sample_step(self, seq: int, grammar_output: Any) -> None:

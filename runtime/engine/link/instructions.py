@@ -6,6 +6,7 @@ first out, so a step that was queued before a switch always runs before it.
 """
 
 import pickle
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,52 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Introduce:
+    """A request is to come; a later ``Step`` begins with it, or forgets it. For V2 model runners.
+
+    It may be sent before the unit is bound.
+    """
+
+    request: Any
+    """vLLM's ``NewRequestData``, without blocks."""
+
+
+class Rest(msgspec.Struct, frozen=True):
+    """What is new of a request that was introduced."""
+
+    request_id: str
+    tokens: "array[int]"
+    """Those that have come since."""
+    computed: int
+    blocks: tuple[list[int], ...]
+    """For each KV group. The step of a request that is seated says it like that of one that runs.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Give requests rows, because they have blocks; the next step with tokens begins with them.
+
+    It follows the unit's bind. What it says of tokens and computed ones may change.
+    """
+
+    requests: list[Rest]
+
+
+class Begun(msgspec.Struct):
+    """What a step says of requests that were introduced."""
+
+    requests: list[Rest] = []
+    """Those that begin with the step, but for ``seated``; those that have rows get others."""
+    seated: list[Rest] = []
+    """Those that begin with it in their rows."""
+    unseated: list[str] = []
+    """Those that are to lose their rows, because they do not begin now."""
+    forgotten: list[str] = []
+    """Those that do not come."""
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Run one model step; the layout's answering member answers.
 
@@ -51,10 +98,12 @@ class Step:
 
     seq: int
     scheduler_output: Any
+    """vLLM's ``SchedulerOutput``, without the requests in ``begun``."""
     grammar_output: Any
     sample: bool
     mode: Mode = Mode.TP
     """How every member of the group executes it."""
+    begun: Begun = field(default_factory=Begun)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +287,8 @@ class Detach:
 
 Instruction = (
     Call
+    | Introduce
+    | Seat
     | Step
     | Sample
     | Attach

@@ -243,8 +243,14 @@ class Runner:
             value = self._worker.call(call.method, call.args, call.kwargs)
         self._responder.answer(self._worker.unit, call.seq, value)
 
+    def _on_introduce(self, introduce: instructions.Introduce) -> None:
+        self._worker.introductions.add(introduce.request)
+
+    def _on_seat(self, seat: instructions.Seat) -> None:
+        self._worker.introductions.seat(seat.requests, self._worker.model_runner)
+
     def _on_step(self, step: instructions.Step) -> None:
-        output = self._worker.execute(step.scheduler_output, step.mode)
+        output = self._worker.execute(step.scheduler_output, step.mode, step.begun)
         if output is not None:
             self._answer_step(step.seq, output)
         elif step.sample:

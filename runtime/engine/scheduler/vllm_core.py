@@ -28,12 +28,12 @@ from shoal.runtime.engine.agent.results import (
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, UnitExecutor
-from shoal.runtime.engine.scheduler.block_holders import holders, preempt
+from shoal.runtime.engine.scheduler.beginnings import Beginnings
+from shoal.runtime.engine.scheduler.block_holders import holders
 from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends, pending_grammars
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
-from shoal.runtime.engine.scheduler.packed_tokens import PackedTokens
 from shoal.runtime.engine.scheduler.scheduled_steps import (
     InFlight,
     awaits_tokens,
@@ -89,8 +89,8 @@ class VllmCore:
         self._stalled = False
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
-        self._tokens = PackedTokens(self._scheduler)
         channel = self._executor.channel
+        self._beginnings = Beginnings(self._scheduler, channel)
         self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
         self._ahead = BlocksAhead(unit, self._scheduler, channel, self._carried)
         self._vacated = VacatedBlocks(self._scheduler, channel, self._carried, self._physical)
@@ -134,6 +134,7 @@ class VllmCore:
         """See ``interface.Core.abort``."""
         self._carried.forget(request_ids)
         self._ahead.forget(request_ids)
+        self._beginnings.forget(request_ids)
         self.engine_core.abort_requests(list(request_ids))
         self._stalled = False
 
@@ -165,15 +166,21 @@ class VllmCore:
 
     def expect(self, request_id: str, frames: Sequence[Any]) -> None:
         """See ``interface.Core.expect``."""
-        self._tokens.expect(request := self._decoded(frames))
+        request = self._decoded(frames)
         self._carried.expect(request)
+        self._beginnings.expect(request)
 
     def allot(self, request: CarriedRequest) -> bool:
         """See ``interface.Core.allot``."""
         is_allotted = self._carried.allot(request)
         if is_allotted:
             self._ahead.forget([request.request_id])
+            self._beginnings.seat(request.request_id, request.computed)
         return is_allotted
+
+    def tell_allotted(self) -> None:
+        """See ``interface.Core.tell_allotted``."""
+        self._beginnings.send_seats()
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``interface.Core.adopt``."""
@@ -342,11 +349,6 @@ class VllmCore:
         """See ``interface.Core.is_moving``."""
         return self._vacated.is_moving
 
-    def preempt(self, request_ids: Sequence[str]) -> None:
-        """Take requests' blocks: they are computed again. Only while no step is in flight."""
-        preempt(self._scheduler, request_ids)
-        self._stalled = False
-
     @property
     def channel(self) -> UnitChannel:
         """The queues to the runners of the unit's members."""
@@ -377,8 +379,8 @@ class VllmCore:
         grammar = self._scheduler.get_grammar_bitmask(scheduled) if sample and tokens else None
         self._carried.renew(scheduled)
         mode = self.shift.mode(tokens)
-        self._tokens.pack(scheduled)
-        seq, future = self._executor.run_step(scheduled, grammar, sample=sample, mode=mode)
+        told, begun = self._beginnings.tell(scheduled)
+        seq, future = self._executor.run_step(told, grammar, sample=sample, mode=mode, begun=begun)
         step = InFlight(seq, scheduled, future, mode, work_of(scheduled), self._carried.latest_copy)
         self._in_flight.append(step)
         if not sample:

@@ -40,6 +40,7 @@ from shoal.policies.values.layouts import DP, Unit
 from shoal.runtime.engine.kv.carry_plan import pieces
 from shoal.runtime.engine.kv.kv_cache import BlockMap
 from shoal.runtime.engine.kv.kv_pages import KvPages
+from shoal.runtime.engine.layouts.introductions import Introductions
 from shoal.runtime.engine.layouts.token_table import take_arrays
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.runner.arrivals import introduce
@@ -74,6 +75,9 @@ class Serialising(Runners):
 
     def send(self, instruction: Any) -> None:
         self.data.append(instructions.dumps(instruction))
+        if isinstance(instruction, instructions.Introduce):
+            request = instruction.request
+            self._length[request.req_id] = len(request.prefill_token_ids)
         if isinstance(instruction, instructions.Carry):
             copied = [instructions.Copied(8, 0.25) for _ in self.unit.engines]
             self._answer(instruction.seq, copied)
@@ -88,6 +92,9 @@ class Serialising(Runners):
         for new in scheduled.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
             self._length[new.req_id] = len(new.prefill_token_ids)
+        for rest in how["begun"].requests:
+            computed[rest.request_id] = rest.computed
+            self._length[rest.request_id] += len(rest.tokens)
         made = {
             name: [7] if computed[name] + count >= self._length[name] else []
             for name, count in scheduled.num_scheduled_tokens.items()
@@ -117,6 +124,7 @@ class CarryCost:
         self.engines = ToyEngines(configs, v2=True)
         self._runners = {unit: self._runner(seats, tokens) for unit in self.engines.cores}
         self._map = BlockMap()
+        self._introductions = {unit: Introductions() for unit in self._runners}
         self.names = [f"cmpl-{number:032x}" for number in range(requests)]
         draw, half = random.Random(0), requests // 2
         for number, name in enumerate(self.names):
@@ -202,6 +210,7 @@ class CarryCost:
             with self._timed("before: allot"):
                 for request in found:
                     assert target.allot(request)
+                target.tell_allotted()
             announced |= {request.request_id: request for request in found}
         return announced
 
@@ -237,6 +246,7 @@ class CarryCost:
             elif isinstance(instruction, instructions.Step):
                 with self._timed("runner: know the requests"):
                     output = instruction.scheduler_output
+                    output = self._introductions[unit].complete(output, instruction.begun)
                     output = self._map.apply(output) if unit.is_group else output
                     GPUModelRunner.finish_requests(runner, output)
                     GPUModelRunner.add_requests(runner, output)
@@ -254,6 +264,8 @@ class CarryCost:
         """Take note of leases, and drop what else was sent."""
         for unit in self.engines.cores:
             for instruction in map(instructions.loads, self._channel(unit).data):
+                if isinstance(instruction, instructions.Introduce):
+                    self._introductions[unit].add(instruction.request)
                 if isinstance(instruction, instructions.Bind):
                     self._map.extend(instruction.virtual, instruction.physical[unit.leader])
             self._channel(unit).data.clear()

@@ -124,6 +124,8 @@ class ProbedRunner(PacedRunner):
         """Block ids (virtual in a group) of every request's table, as the scheduler said."""
         self.sampled: dict[str, list[int]] = {}
         """Tokens that this member sampled itself, by request, asynchronous steps left out."""
+        self.seated = 0
+        """Requests that got a row before their first step."""
         self.deferred_samples = 0
         """Steps whose sampling came as a message of its own."""
         self.late: list[Callable[[], object]] = []
@@ -142,6 +144,12 @@ class ProbedRunner(PacedRunner):
     def _on_probe(self, probe: Probe) -> None:
         self._probes.send(pickle.dumps(probe.function(self, *probe.args)))
 
+    def _on_seat(self, seat: instructions.Seat) -> None:
+        for rest in seat.requests:
+            self.blocks[rest.request_id] = list(rest.blocks[0])
+        self.seated += len(seat.requests)
+        super()._on_seat(seat)
+
     def _on_step(self, step: instructions.Step) -> None:
         output = step.scheduler_output
         self.scheduled.update(output.num_scheduled_tokens)
@@ -155,6 +163,8 @@ class ProbedRunner(PacedRunner):
         self.modes[step.mode] += output.total_num_scheduled_tokens > 0
         for request in output.scheduled_new_reqs:
             self.blocks[request.req_id] = list(request.block_ids[0])
+        for rest in step.begun.requests:
+            self.blocks[rest.request_id] = list(rest.blocks[0])
         cached = output.scheduled_cached_reqs
         for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
@@ -260,6 +270,11 @@ def take_modes(runner: ProbedRunner) -> dict[Mode, int]:
     """Return the steps by mode since this was last asked."""
     modes, runner.modes = dict(runner.modes), Counter()
     return modes
+
+
+def seated(runner: ProbedRunner) -> int:
+    """Return how many requests have got a row before their first step."""
+    return runner.seated
 
 
 def sampled(runner: ProbedRunner) -> dict[str, list[int]]:

@@ -70,6 +70,8 @@ class Lived(msgspec.Struct):
     """Carries of which something was copied ahead."""
     modes: list[dict[str, int]]
     """Steps of each engine, by how they ran."""
+    seated: int
+    """Requests that got a row of a V2 model runner before their step, in all runners."""
     steps_ahead: bool
     """Whether steps were scheduled ahead of an older one's outcome."""
     problems: list[str]
@@ -163,6 +165,7 @@ def live(node: RealNode, expected: list[list[int]], operations: int, seed: int =
         modes=[
             {mode: ran.get(mode, 0) for mode in Mode} for ran in node.probe_all(probes.take_modes)
         ],
+        seated=sum(node.probe_all(probes.seated)),
         steps_ahead=any(steps_ahead(node.config, engine) for engine in range(ENGINES)),
         problems=problems + node.audit(),
         lent=sum(node.controller.books.leases.opened.values()),

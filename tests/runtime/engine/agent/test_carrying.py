@@ -192,8 +192,7 @@ def test_what_finds_no_room_comes_when_blocks_come_back(bench: Bench) -> None:
     imported = only(take_in(bench, carried("long", 8), carried("short", 1)), m.Imported)
     assert (imported.carried, imported.left) == (["short"], 1)
     assert bench.turn(3) == []
-    bench.tell(m.TakeBack(5, GROUP, lent))
-    imported = only(bench.turn(), m.Imported)
+    imported = only(bench.tell(m.TakeBack(5, GROUP, lent)), m.Imported)
     assert (imported.carried, imported.recomputed, imported.left) == (["long"], {}, 0)
 
 
@@ -267,7 +266,7 @@ def test_a_group_asks_for_the_blocks_that_arrivals_lack(bench: Bench) -> None:
     answers = bench.tell(m.Grow(5, GROUP, lease), turns=2)
     imported = only([each for each in answers if isinstance(each, m.Imported)], m.Imported)
     assert (imported.unit, imported.carried, imported.left) == (GROUP, ["r"], 0)
-    assert isinstance(answers[0], m.NeedBlocks), "now for its next block"
+    assert m.NeedBlocks in map(type, answers), "now for its next block"
 
 
 def test_a_unit_that_is_not_bound_takes_requests_without_their_kv(bench: Bench) -> None:

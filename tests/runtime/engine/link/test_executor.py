@@ -1,5 +1,6 @@
 """Answers of runners find their futures; failures and silence become errors."""
 
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from shoal.runtime.engine.link.executor import (
     in_thread,
 )
 from shoal.runtime.protocol.messages import Mode
+
+BEGUN = instructions.Begun([instructions.Rest("r", array("i", [1]), 4, ([2],))], ["other"])
 
 GROUP = tensor_parallel((0, 1))
 
@@ -223,8 +226,8 @@ def test_calls_of_functions_or_without_waiting_are_refused(executor: UnitExecuto
 def test_a_step_goes_to_every_member_and_one_answers(
     members: Members, executor: UnitExecutor
 ) -> None:
-    seq, future = executor.run_step("scheduled", None, sample=True, mode=Mode.TP)
-    step = instructions.Step(seq, "scheduled", None, sample=True, mode=Mode.TP)
+    seq, future = executor.run_step("scheduled", None, sample=True, mode=Mode.TP, begun=BEGUN)
+    step = instructions.Step(seq, "scheduled", None, sample=True, mode=Mode.TP, begun=BEGUN)
     assert [members.received(engine) for engine in GROUP.engines] == [step, step]
     members.answer(seq, 0, "output")
     assert members.inbox.wait(future, 60) == "output"
@@ -233,10 +236,10 @@ def test_a_step_goes_to_every_member_and_one_answers(
 def test_a_deferred_step_is_answered_after_its_sampling(
     members: Members, executor: UnitExecutor
 ) -> None:
-    seq, future = executor.run_step("scheduled", None, sample=False, mode=Mode.SP)
+    seq, future = executor.run_step("scheduled", None, sample=False, mode=Mode.SP, begun=BEGUN)
     executor.sample_step(seq, "grammar")
     assert members.received(1) == instructions.Step(
-        seq, "scheduled", None, sample=False, mode=Mode.SP
+        seq, "scheduled", None, sample=False, mode=Mode.SP, begun=BEGUN
     )
     assert members.received(1) == instructions.Sample(seq, "grammar")
     members.answer(seq, 0, "output")
@@ -244,7 +247,10 @@ def test_a_deferred_step_is_answered_after_its_sampling(
 
 
 def test_steps_are_numbered_one_after_the_other(executor: UnitExecutor) -> None:
-    numbers = [executor.run_step("scheduled", None, sample=True, mode=Mode.TP)[0] for _ in range(3)]
+    numbers = [
+        executor.run_step("scheduled", None, sample=True, mode=Mode.TP, begun=BEGUN)[0]
+        for _ in range(3)
+    ]
     assert numbers == [0, 1, 2]
 
 

@@ -94,7 +94,7 @@ class LoggedWorker:
     def __init__(self, unit: Unit, log: list[str]) -> None:
         self.unit, self._log = unit, log
 
-    def execute(self, scheduled: SchedulerOutput, _mode: Mode) -> None:
+    def execute(self, scheduled: SchedulerOutput, *_: Any) -> None:
         self._log.append(f"tp{self.unit.layout.tp} of {scheduled.total_num_scheduled_tokens}")
 
     def sample(self, _grammar: object) -> None:

@@ -123,7 +123,7 @@ class Units:
         carrying: Any = SimpleNamespace(copy_ahead=self.copy_ahead)
         self.runner._carrying = carrying
 
-    def execute(self, scheduled: str, _mode: Any) -> str:
+    def execute(self, scheduled: str, *_: Any) -> str:
         return f"output of {scheduled}"
 
     def copy_ahead(self, ahead: instructions.CopyAhead) -> Any:

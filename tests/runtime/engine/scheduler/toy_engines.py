@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -26,7 +26,7 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import (
@@ -41,6 +41,8 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.engine.agent.results import Copied
+from shoal.runtime.engine.layouts.introductions import Introductions
+from shoal.runtime.engine.layouts.seats import Seats
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.scheduler import vllm_core
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
@@ -117,6 +119,37 @@ class Known:
         return self.prompt + self.outputs
 
 
+class ToySeats:
+    """Stands in for ``Seats``: what a toy runner knows of requests is no tables."""
+
+    def __init__(self, runners: "Runners") -> None:
+        self._runners = runners
+
+    def take(self, request: NewRequestData) -> None:
+        self._runners._known[request.req_id] = known_of(request)
+
+    def begin(self, rests: Sequence[instructions.Rest], *, writes: bool) -> None:
+        self._runners.seated += len(rests)
+        for rest in rests:
+            known = self._runners._known[rest.request_id]
+            known.outputs += rest.tokens
+            known.computed = rest.computed
+
+    def leave(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self._runners._known.pop(request_id, None)
+
+
+def known_of(new: NewRequestData) -> Known:
+    """Return what a V2 model runner knows of a request that begins."""
+    assert new.prompt_token_ids is not None
+    assert new.prefill_token_ids is not None
+    prompt, outputs = new.prompt_token_ids, new.prefill_token_ids[len(new.prompt_token_ids) :]
+    blocks = [list(group) for group in new.block_ids]
+    computed = new.num_computed_tokens
+    return Known(list(prompt), list(outputs), blocks, new.mm_features, computed)
+
+
 class Runners:
     """The runners of a unit's members, which all know the same. Stands in for its channel."""
 
@@ -146,6 +179,10 @@ class Runners:
         self.encoded: dict[str, float] = {}
         """What the encoder made of images, by their identifiers, as long as it is kept."""
         self.encoder_runs = 0
+        self.introductions = Introductions()
+        self.introductions._seats = cast("Seats", ToySeats(self))
+        self.seated = 0
+        """Requests that had a row when their first step came."""
         self._known: dict[str, Known] = {}
         self._batch: set[str] = set()
         self._backing: dict[int, dict[int, int]] = {engine: {0: 0} for engine in unit.engines}
@@ -167,6 +204,10 @@ class Runners:
                 self._copy_ahead(instruction)
             case instructions.Move():
                 self._move(instruction)
+            case instructions.Introduce():
+                self.introductions.add(instruction.request)
+            case instructions.Seat():
+                self.introductions.seat(instruction.requests, None)
             case _:
                 pass
 
@@ -235,8 +276,11 @@ class Runners:
 
     # --- steps ---
 
-    def run_step(self, scheduled: SchedulerOutput, *_: Any, **__: Any) -> "tuple[int, Future[Any]]":
+    def run_step(
+        self, scheduled: SchedulerOutput, *_: Any, begun: instructions.Begun, **__: Any
+    ) -> "tuple[int, Future[Any]]":
         seq, future = self.expect(1)
+        scheduled = self.introductions.complete(scheduled, begun)
         self._learn(scheduled)
         self._encode(scheduled)
         sampled: dict[str, list[int]] = {}
@@ -305,15 +349,14 @@ class Runners:
             self._known.pop(request_id, None)
             self._batch.discard(request_id)
         for new in scheduled.scheduled_new_reqs:
-            assert new.prompt_token_ids is not None
-            outputs: list[int] = []
             if self.v2:
-                assert new.prefill_token_ids is not None
-                outputs = new.prefill_token_ids[len(new.prompt_token_ids) :]
+                self._known[new.req_id] = known_of(new)
+                continue
+            assert new.prompt_token_ids is not None
             blocks = [list(group) for group in new.block_ids]
-            known = Known(list(new.prompt_token_ids), list(outputs), blocks, new.mm_features)
-            known.computed = new.num_computed_tokens
-            self._known[new.req_id] = known
+            self._known[new.req_id] = Known(
+                list(new.prompt_token_ids), [], blocks, new.mm_features, new.num_computed_tokens
+            )
         cached = scheduled.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             known, blocks = self._known[request_id], cached.new_block_ids[index]
@@ -618,6 +661,7 @@ class ToyEngines:
         announced = {each.request_id: each for each in source.announce(request_ids)}
         for request in announced.values():
             target.allot(request)
+        target.tell_allotted()
         while source.in_flight:
             self._collect(source)
         return announced

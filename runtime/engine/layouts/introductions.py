@@ -1,0 +1,71 @@
+"""Requests that a V2 model runner is told of before the step that begins with them.
+
+See ``beginnings.py``, which tells of them.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+from shoal.runtime.engine.layouts.seats import Seats
+from shoal.runtime.engine.link import instructions
+
+Blocks = tuple[list[int], ...]
+
+
+class Introductions:
+    """What one layout's runner knows of requests that are to come.
+
+    Args:
+        physical: turns block ids of a step, for each KV group, into the runner's own.
+    """
+
+    def __init__(self, physical: Callable[[Blocks], Blocks] = lambda blocks: blocks) -> None:
+        self._physical = physical
+        self._known: dict[str, NewRequestData] = {}
+        self._seats: Seats | None = None
+
+    def add(self, request: NewRequestData) -> None:
+        """Take note of a request; its blocks are not known yet."""
+        self._known[request.req_id] = request
+
+    def seat(self, rests: Iterable[instructions.Rest], model_runner: Any) -> None:
+        """Give requests rows of a V2 model runner, which is always the same one."""
+        if self._seats is None:
+            self._seats = Seats(model_runner)
+        for rest in rests:
+            known = self._known[rest.request_id] = self._whole(rest)
+            self._seats.take(replace(known, block_ids=self._physical(rest.blocks)))
+
+    def complete(self, scheduled: SchedulerOutput, begun: instructions.Begun) -> SchedulerOutput:
+        """Return a step as vLLM's scheduler has made it, but that seated requests run already.
+
+        Args:
+            scheduled: without the requests that begin and were introduced.
+            begun: these requests, and those that do not come.
+        """
+        whole = [rest.request_id for rest in begun.requests]
+        new = [*scheduled.scheduled_new_reqs, *map(self._whole, begun.requests)]
+        if self._seats is not None:
+            self._seats.leave((*begun.unseated, *begun.forgotten, *whole))
+            self._seats.begin(begun.seated, writes=not new)
+        for request_id in (*begun.forgotten, *(rest.request_id for rest in begun.seated)):
+            self._known.pop(request_id, None)
+        return replace(scheduled, scheduled_new_reqs=new) if begun.requests else scheduled
+
+    def _whole(self, rest: instructions.Rest) -> NewRequestData:
+        known = self._known.pop(rest.request_id)
+        assert known.prefill_token_ids is not None
+        return NewRequestData(
+            known.req_id,
+            known.prompt_token_ids,
+            known.mm_features,
+            known.sampling_params,
+            known.pooling_params,
+            rest.blocks,
+            rest.computed,
+            known.lora_request,
+            prefill_token_ids=known.prefill_token_ids + rest.tokens,
+        )

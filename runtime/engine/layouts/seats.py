@@ -1,0 +1,115 @@
+"""Rows that a V2 model runner gives to requests before the step that begins with them.
+
+``GPUModelRunner.add_requests`` takes tens of microseconds for each request, and carried requests
+stand still meanwhile. Most of it can be done as soon as a request has its blocks: it is *seated*.
+What that writes to tables is only staged. The step adds what is new, and then all is written at
+once, because a model runner has buffers for no more writes than one in each step.
+"""
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.v1.core.sched.output import NewRequestData
+
+from shoal.runtime.engine.link.instructions import Rest
+
+
+class Seats:
+    """The rows of one layout's model runner that such requests have.
+
+    Args:
+        model_runner: the layout's, V2.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self._runner = model_runner
+        self._seated: set[str] = set()
+
+    def take(self, request: NewRequestData) -> None:
+        """Give a request a row; what it has computed may still change."""
+        self.leave([request.req_id])
+        staging: Any = _Staging(self._runner)
+        with torch.inference_mode():
+            type(self._runner).add_requests(staging, SimpleNamespace(scheduled_new_reqs=[request]))
+        # The step stages these, and of two writes to one number either may be the last.
+        states = self._runner.req_states
+        for table in (states.total_len, states.num_computed_tokens):
+            _unstage(table)
+        self._seated.add(request.req_id)
+
+    def begin(self, rests: Sequence[Rest], *, writes: bool) -> None:
+        """Add what a step says of requests that are seated.
+
+        Args:
+            rests: what it says.
+            writes: whether nobody else writes what is staged: no other requests begin.
+        """
+        states = self._runner.req_states
+        for rest in rests:
+            row = states.req_id_to_index[rest.request_id]
+            begin = int(states.prefill_len.np[row])
+            length = begin + len(rest.tokens)
+            states.all_token_ids.stage_write(row, begin, rest.tokens)
+            states.prefill_len.np[row] = length
+            states.total_len.stage_write_elem(row, length)
+            states.num_computed_tokens.stage_write_elem(row, rest.computed)
+            self._seated.remove(rest.request_id)
+        if rests and writes:
+            with torch.inference_mode():
+                states.apply_staged_writes()
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """Take the rows of requests that do not begin; those that have none are ignored."""
+        gone = self._seated.intersection(request_ids)
+        if not gone:
+            return
+        # What is staged for a row must be written before the row is another request's. Such a write
+        # is one more than a step has, so it must not meet those of a step.
+        with torch.inference_mode():
+            _settle(self._runner.device)
+            self._runner.req_states.apply_staged_writes()
+            self._runner.block_tables.apply_staged_writes()
+            _settle(self._runner.device)
+        for request_id in sorted(gone):
+            self._runner._remove_request(request_id)
+        self._seated -= gone
+
+
+class _Staging:
+    """A model runner that writes nothing."""
+
+    def __init__(self, model_runner: Any) -> None:
+        self._of = model_runner
+        for name in ("req_states", "model_state", "sampler"):
+            setattr(self, name, _Unwritten(getattr(model_runner, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+
+class _Unwritten:
+    """A part of a model runner whose tables are staged only."""
+
+    def __init__(self, part: Any) -> None:
+        self._of = part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of, name)
+
+    def apply_staged_writes(self) -> None:
+        """Leave it for later."""
+
+
+def _unstage(table: Any) -> None:
+    """Take the last write of one number back (``StagedWriteTensor.stage_write_elem``)."""
+    table._staged_write_indices.pop()
+    table._staged_write_starts.pop()
+    table._staged_write_contents.pop()
+    table._staged_write_cu_lens.pop()
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

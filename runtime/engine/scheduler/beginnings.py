@@ -1,0 +1,198 @@
+"""What V2 model runners are told of requests that begin with a step.
+
+vLLM's step brings all that there is to know of such a request. Requests that are carried have no
+time for that: for 64 of them, to write and to read their sampling parameters and prompts takes
+scheduler and runner two milliseconds each. So runners are told of an expected request as soon as
+its scheduler knows it (``Introduce``). The step brings the rest: blocks and outputs.
+
+Where a request gets its blocks before it comes, runners give it a row by then (``Seat``), because
+that takes them two milliseconds more. For them it is then a request that runs already.
+
+Tokens go as arrays. Pickle sends an array as one string of bytes, and a runner writes it to its
+table in one go (``token_table.py``). A list goes number by number, several times.
+"""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.request import Request
+from vllm.v1.worker.gpu.sample.penalties import use_penalty
+
+from shoal.runtime.engine.link import instructions
+from shoal.runtime.engine.link.executor import UnitChannel
+
+
+@dataclass(slots=True)
+class _Introduced:
+    """What runners know of an expected request."""
+
+    request: Request
+    tokens: int
+    """How many of its tokens."""
+    blocks: tuple[list[int], ...] | None = None
+    """Its blocks, if it is seated."""
+
+
+class Beginnings:
+    """Tells the runners of one core of its requests.
+
+    Args:
+        scheduler: vLLM's, of the core. If its model runners are V1, steps stay as they are.
+        channel: the queues to the members' runners.
+    """
+
+    def __init__(self, scheduler: Any, channel: UnitChannel) -> None:
+        self._scheduler, self._channel = scheduler, channel
+        self._introduced: dict[str, _Introduced] = {}
+        """Expected requests, until a step begins with them."""
+        self._seats: list[instructions.Rest] = []
+        """Those that are to be seated."""
+        self._forgotten: list[str] = []
+        """Requests that were introduced and do not come, of which runners have not been told."""
+
+    def expect(self, request: Request) -> None:
+        """Introduce a request. Those with images are not: what a step says of these changes."""
+        is_plain = not request.mm_features and request.prompt_embeds is None
+        if not self._scheduler.use_v2_model_runner or not is_plain:
+            return
+        tokens: Any = array("i", request.all_token_ids)
+        data = NewRequestData.from_request(request, (), tokens)
+        data.prompt_token_ids = tokens[: request.num_prompt_tokens]
+        self._channel.send(instructions.Introduce(data))
+        self._introduced[request.request_id] = _Introduced(request, len(tokens))
+        if request.request_id in self._forgotten:
+            self._forgotten.remove(request.request_id)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Let runners forget requests that are aborted; unknown ids are ignored."""
+        for request_id in request_ids:
+            if self._introduced.pop(request_id, None) is not None:
+                self._forgotten.append(request_id)
+
+    # --- seats ---
+
+    def seat(self, request_id: str, computed: int) -> None:
+        """Seat a request that has got its blocks, if the next step will probably begin with it.
+
+        That is so where nothing runs yet: in a group that was just bound, or an engine that has
+        just gone on alone.
+
+        Args:
+            request_id: the request.
+            computed: how many of its tokens will be computed when it begins.
+        """
+        known, scheduler = self._introduced.get(request_id), self._scheduler
+        if known is None or known.blocks is not None or not self._has_seats():
+            return
+        if scheduler.running or not _samples_plainly(known.request):
+            return
+        # It may have been here before. The runners forget that now, and not with the next step.
+        scheduler.finished_req_ids.discard(request_id)
+        known.blocks = scheduler.kv_cache_manager.get_block_ids(request_id)
+        tokens = array("i", known.request.all_token_ids[known.tokens :])
+        known.tokens += len(tokens)
+        self._seats.append(instructions.Rest(request_id, tokens, computed, known.blocks))
+
+    def _has_seats(self) -> bool:
+        """Return whether runners have a row more, if requests have ended that they still know."""
+        scheduler = self._scheduler
+        if scheduler.num_spec_tokens or scheduler.model_uses_mrope:
+            return False  # rows of these have more than is known of a request by now
+        taken = sum(known.blocks is not None for known in self._introduced.values())
+        taken += len(scheduler.finished_req_ids) + len(self._forgotten)
+        return bool(taken < scheduler.max_num_running_reqs)
+
+    def send_seats(self) -> None:
+        """Tell runners of the requests that were seated since the last time."""
+        if self._seats:
+            self._channel.send(instructions.Seat(self._seats))
+            self._seats = []
+
+    # --- steps ---
+
+    def tell(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, instructions.Begun]:
+        """Return a step as runners get it, and what it says of requests that they know.
+
+        The step itself stays as it is, but for tokens, which become arrays.
+        """
+        if not self._scheduler.use_v2_model_runner:
+            return scheduled, instructions.Begun()
+        self.send_seats()
+        begun, new = instructions.Begun(forgotten=self._forgotten), list[NewRequestData]()
+        self._forgotten = []
+        cached = replace(scheduled.scheduled_cached_reqs)
+        for request in scheduled.scheduled_new_reqs:
+            known = self._introduced.pop(request.req_id, None)
+            if known is None:
+                new.append(_packed(request))
+            elif (more := _more(known, request)) is not None:
+                begun.seated.append(_rest(known, request, ()))
+                _add(cached, known.request, request, more)
+            else:
+                begun.requests.append(_rest(known, request, request.block_ids))
+        if scheduled.total_num_scheduled_tokens:
+            self._leave_seats(begun)
+        told = replace(scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
+        return told, begun
+
+    def _leave_seats(self, begun: instructions.Begun) -> None:
+        """Let the requests that did not begin have no seats: others need these from now on."""
+        for request_id, known in self._introduced.items():
+            if known.blocks is not None:
+                known.blocks = None
+                begun.unseated.append(request_id)
+
+
+def _samples_plainly(request: Request) -> bool:
+    """Return whether what a runner keeps for sampling does not depend on the outputs."""
+    sampling = request.sampling_params
+    return (
+        sampling is not None
+        and not use_penalty(sampling)
+        and sampling.prompt_logprobs is None
+        and sampling.prompt_logprob_token_ids is None
+        and sampling.thinking_token_budget is None
+        and not request.replay_start
+    )
+
+
+def _rest(
+    known: _Introduced, request: NewRequestData, blocks: tuple[list[int], ...]
+) -> instructions.Rest:
+    assert request.prefill_token_ids is not None
+    tokens = array("i", request.prefill_token_ids[known.tokens :])
+    return instructions.Rest(request.req_id, tokens, request.num_computed_tokens, blocks)
+
+
+def _more(known: _Introduced, request: NewRequestData) -> tuple[list[int], ...] | None:
+    """Return the blocks that a seated request has got since; None: they are not the same."""
+    if known.blocks is None:
+        return None
+    pairs = list(zip(known.blocks, request.block_ids, strict=True))
+    if any(now[: len(then)] != then for then, now in pairs):
+        return None
+    return tuple(now[len(then) :] for then, now in pairs)
+
+
+def _add(
+    cached: CachedRequestData,
+    request: Request,
+    begins: NewRequestData,
+    blocks: tuple[list[int], ...],
+) -> None:
+    """Let a request that begins be one that runs."""
+    cached.req_ids = [*cached.req_ids, begins.req_id]
+    cached.new_block_ids = [*cached.new_block_ids, blocks if any(blocks) else None]
+    cached.num_computed_tokens = [*cached.num_computed_tokens, begins.num_computed_tokens]
+    cached.num_output_tokens = [*cached.num_output_tokens, request.num_output_tokens]
+
+
+def _packed(request: NewRequestData) -> NewRequestData:
+    """Replace the lists of tokens of a request."""
+    tokens: Any = array("i", request.prefill_token_ids)
+    request.prefill_token_ids = tokens
+    request.prompt_token_ids = tokens[: request.prompt_len]
+    return request
