@@ -144,9 +144,10 @@ def _price(snapshot: Snapshot) -> float:
     """Return the seconds of requests that a change must save, whichever way it goes.
 
     A second of each request is within the noise of the load. All of them stop for a moment. If KV
-    is given up, the requests that have some of it are computed again. Blocks of any request are
-    anywhere, so these are taken to be all. What caches hold there must come again as well. More KV
-    costs the same, because the way back will.
+    is given up, the requests that have some of it are computed again, unless there is room for it
+    elsewhere. Blocks of any request are anywhere, so these are taken to be all, and to find no
+    room. What caches hold there must come again as well. More KV costs the same, because the way
+    back will.
     """
     price = (SURE_SECONDS + STOP_SECONDS) * snapshot.requests
     found = snapshot.hit_share * snapshot.usual_rate * usual_prompt(snapshot)

@@ -393,7 +393,7 @@ class Controller:
             now,
             self._demand,
             switching=not may_switch,
-            busy=self._operations.busy,
+            busy=switches.busy,  # engines that form a group serve meanwhile
             pending=switches.pending,
             since_switch=now - switches.ended_at,
             sp_above=self._shifting.sp_above,

@@ -102,7 +102,7 @@ class Operations:
 
     @property
     def busy(self) -> frozenset[int]:
-        """Engines that a switch regroups or that form a group; they get no new requests yet."""
+        """Engines that a switch regroups, and get no new requests yet, or that form a group."""
         return self.rejoin.engines | self.switches.busy
 
     @property

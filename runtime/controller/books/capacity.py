@@ -85,7 +85,7 @@ class Capacity:
             now: the clock.
             demand: provides smoothed figures, and is told the current ones.
             switching: whether no switch can start.
-            busy: the engines that a running switch regroups, or that form a group.
+            busy: the engines that a running switch regroups.
             pending: the target of the running switch.
             since_switch: seconds since the last switch ended.
             sp_above: see ``Snapshot``.

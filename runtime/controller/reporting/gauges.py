@@ -26,7 +26,7 @@ class Gauges:
     """What the controller knows at one moment.
 
     Attributes:
-        busy: engines that get no new requests, because they are regrouped or form a group.
+        busy: engines that are regrouped, and get no new requests yet, or that form a group.
         step_errors: see ``messages.LayoutView``.
         now: the time by the controller's clock.
     """

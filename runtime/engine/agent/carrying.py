@@ -23,7 +23,8 @@ from shoal.runtime.engine.agent.allotting import Allotting
 from shoal.runtime.engine.agent.binding import Binding
 from shoal.runtime.engine.agent.copying_ahead import CopyingAhead
 from shoal.runtime.engine.agent.departures import Departures
-from shoal.runtime.engine.agent.interface import Copied, Core, EngineBackend
+from shoal.runtime.engine.agent.interface import Core, EngineBackend
+from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.agent.sliced_work import SlicedWork
 from shoal.runtime.engine.agent.stepping import Stepping
 from shoal.runtime.protocol import messages as m

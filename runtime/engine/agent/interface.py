@@ -10,14 +10,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-import msgspec
-
 from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.agent.results import (
+    Adoption,
+    Collected,
+    Copied,
+    CoreLoad,
+)
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.protocol.messages import (
     AheadRequest,
     CarriedRequest,
-    Fallback,
     LayoutLimits,
     Mode,
     Shares,
@@ -31,62 +34,6 @@ Lease = Mapping[int, Sequence[int]]
 def plain_lease(lease: Lease) -> dict[int, list[int]]:
     """Return a lease as messages carry it."""
     return {engine: list(blocks) for engine, blocks in lease.items()}
-
-
-class CoreOutputs(msgspec.Struct, frozen=True):
-    """What one step produced: an encoded ``EngineCoreOutputs`` for one front end."""
-
-    client_index: int
-    frames: Sequence[Any]
-    """Buffers to send as one multipart message."""
-
-
-class CoreLoad(msgspec.Struct, frozen=True):
-    """What a unit holds right now."""
-
-    running: int
-    waiting: int
-    free_blocks: int
-
-
-class EndedSteps(msgspec.Struct, frozen=True):
-    """What a collected step computed, or several that followed each other."""
-
-    mode: Mode
-    work: Work
-    """All its ``steps`` are of one kind, with prompts or without; the caller sets ``seconds``."""
-
-
-class Collected(msgspec.Struct, frozen=True):
-    """What came of the steps that have ended."""
-
-    outputs: list[CoreOutputs]
-    steps: list[EndedSteps]
-    """Oldest first, without steps that only told the runners which requests had ended."""
-    finished: list[str]
-    """Requests that ended, for any reason but ``abort``."""
-
-
-class Adoption(msgspec.Struct, frozen=True):
-    """How a core has taken a request that was carried to it."""
-
-    fallback: Fallback | None = None
-    """Why the request's KV did not come along; None: it did, or there was none."""
-
-
-class Copied(msgspec.Struct, frozen=True):
-    """A copy that every member of a unit has ended."""
-
-    request_ids: list[str]
-    bytes: int
-    """Bytes of KV that all members together have read."""
-    seconds: float
-    """What it took the slowest member."""
-    problem: str = ""
-    """Why the KV could not be read, in one line. The core has forgotten the requests then, and has
-    sent no output of theirs."""
-    host_bytes: int = 0
-    """How many of the bytes have come through memory of the host."""
 
 
 class Core(Protocol):
@@ -258,8 +205,24 @@ class Core(Protocol):
     def holders(self, beyond: int) -> list[str]:
         """Return the requests with a block whose id is above ``beyond`` on any member's engine."""
 
-    def preempt(self, request_ids: Sequence[str]) -> None:
-        """Take requests' blocks: they are computed again. Only while no step is in flight."""
+    def vacate(self, beyond: int, *, moves: bool) -> int:
+        """Empty the blocks of the core whose ids are above ``beyond`` on any member's engine.
+
+        What they hold moves to other blocks. Requests for whose KV there is no room lose their
+        blocks, and are computed again. What is cached and held by nobody moves as far as there are
+        blocks that cache nothing. Only while no step is in flight, or if there are no ``holders``.
+
+        Args:
+            beyond: an id.
+            moves: whether anything can move: the members' runners must read the core's queue.
+
+        Returns:
+            How many requests are computed again.
+        """
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether members still copy what ``vacate`` has moved."""
 
     def pause(self) -> None:
         """Take note that nothing is dispatched for now, while a step is in flight."""

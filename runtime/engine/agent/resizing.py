@@ -1,8 +1,10 @@
 """An engine's part in changes of memory between weights and KV.
 
 To give up KV blocks, cores are paused whose requests hold some, until their steps in flight are
-collected; then these requests lose their blocks. Blocks come back from groups as in any other case.
-What runners do next is a task of theirs, beside which, or behind which, steps go on.
+collected. Then what these blocks hold moves to others of the same core, and what finds no room is
+computed again. Paused units do not move: their requests lose these blocks. Blocks come back from
+groups as in any other case. What runners do next is a task of theirs, beside which, or behind
+which, steps go on.
 """
 
 from collections.abc import Sequence
@@ -26,6 +28,8 @@ class _Closing(msgspec.Struct):
     blocks: int
     """Those whose ids are above this number."""
     preempted: int = 0
+    vacated: set[Unit] = set()
+    """The units of cores whose blocks were emptied."""
     closed: bool = False
     """Whether the engine has none of them left, and has said so."""
 
@@ -58,7 +62,7 @@ class Resizing:
         self._binding, self._watch = binding, watch
         self._closing: _Closing | None = None
         self._holders: dict[Unit, list[str]] = {}
-        """Requests that are to lose their blocks, by the unit of their core."""
+        """Requests that hold such blocks, by the unit of their core."""
         self._task: _Task | None = None
 
     @property
@@ -67,7 +71,7 @@ class Resizing:
         return self._task is not None
 
     def holds(self, core: Core) -> bool:
-        """Return whether a core pauses because requests are about to lose their blocks."""
+        """Return whether a core pauses because requests are about to get other blocks."""
         return core.unit in self._holders
 
     def take(self, message: m.ToMemory) -> None:
@@ -109,30 +113,35 @@ class Resizing:
         closing = self._closing
         if closing is None:
             return False
-        goes_on = self._preempt(closing)
+        goes_on = self._vacate(closing)
         self._surrender(closing)
+        if self._backend.own.unit in self._holders:
+            return goes_on  # free blocks cache something that may move with them
         # Also after the answer: a lease may have grown by what a member had lent before.
         left = self._backend.own.withhold(closing.blocks)
-        if not (left or self._holders or closing.closed):
+        moving = any(core.is_moving for core in self._backend.cores.values())
+        if not (left or self._holders or moving or closing.closed):
             closing.closed = True
             self._transport.to_controller(
                 m.BlocksClosed(closing.epoch, self._backend.engine, closing.preempted)
             )
         return goes_on
 
-    def _preempt(self, closing: _Closing) -> bool:
+    def _vacate(self, closing: _Closing) -> bool:
         goes_on = False
         for unit, core in self._backend.cores.items():
             holders = core.holders(closing.blocks)
-            if holders and not core.in_flight:
-                core.preempt(holders)
-                closing.preempted += len(holders)
-                goes_on, holders = True, []
-            if holders:
+            if holders and core.in_flight:
                 core.pause()
                 self._holders[unit] = holders
-            else:
-                self._holders.pop(unit, None)
+                continue
+            self._holders.pop(unit, None)
+            goes_on |= bool(holders)
+            if holders or unit not in closing.vacated:
+                closing.vacated.add(unit)
+                # Nobody reads the queue of a unit that is paused.
+                moves = core in self._binding.serving
+                closing.preempted += core.vacate(closing.blocks, moves=moves)
         return goes_on
 
     def _surrender(self, closing: _Closing) -> None:

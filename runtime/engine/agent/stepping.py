@@ -7,7 +7,8 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
-from shoal.runtime.engine.agent.interface import Core, CoreLoad, EndedSteps, EngineBackend
+from shoal.runtime.engine.agent.interface import Core, EngineBackend
+from shoal.runtime.engine.agent.results import CoreLoad, EndedSteps
 from shoal.runtime.engine.agent.trials import Trials
 from shoal.runtime.engine.agent.watchdog import SHORTEST_SECONDS, StepWatch
 from shoal.runtime.protocol import messages as m
@@ -36,14 +37,17 @@ class Account(msgspec.Struct):
     reported: tuple[CoreLoad, int] | None = None
     """What the controller was told last: the unit's load, and ``added``."""
 
-    def see(self, now: float, steps: Sequence[EndedSteps], in_flight: bool) -> None:
+    def see(
+        self, now: float, steps: Sequence[EndedSteps], in_flight: bool, *, judges: bool
+    ) -> None:
         """Add the steps that have just ended.
 
         If steps of several kinds or modes end at once, nobody knows how long each took. Then only
-        the totals include them, each with an equal part of the time.
+        the totals include them, each with an equal part of the time. So it is with steps whose
+        times say nothing of them (``judges``).
         """
         kinds = {(step.mode, step.work.prefill_tokens > 0) for step in steps}
-        alike = self.since is not None and len(kinds) == 1
+        alike = judges and self.since is not None and len(kinds) == 1
         for mode in {step.mode for step in steps}:
             ended = [step.work for step in steps if step.mode is mode]
             took = 0.0 if self.since is None else (now - self.since) * len(ended) / len(steps)
@@ -148,7 +152,7 @@ class Stepping:
             account = self._accounts[unit]
             if judges and self._watch.judges and account.since is not None:
                 self._judge(core, account.ended, account.since, now)
-            account.see(now, account.ended, bool(core.in_flight))
+            account.see(now, account.ended, bool(core.in_flight), judges=judges)
             account.ended = []
         return busy
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.engine.agent.interface import EndedSteps
+from shoal.runtime.engine.agent.results import EndedSteps
 from shoal.runtime.protocol.messages import Mode, Work
 
 SHORTEST_SECONDS = 1.5

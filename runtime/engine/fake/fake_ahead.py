@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import FakeSettings
-from shoal.runtime.engine.agent.interface import Copied
+from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.engine.fake.fake_scheduler import FakeScheduler
 from shoal.runtime.engine.fake.step_times import Devices

@@ -6,7 +6,7 @@ hash are given out first, then the block that was free for longest.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, takewhile
 
 
@@ -67,6 +67,16 @@ class FakeBlocks:
         for block in reversed(plain):
             self._free[block] = None
             self._free.move_to_end(block, last=False)
+
+    def replace(self, others: Mapping[int, int]) -> None:
+        """Let blocks, which were taken out, stand for others, which are free from now on."""
+        for block, other in others.items():
+            self._more[other] = self._more.pop(block, 0)
+            self._free[block] = None
+            self._free.move_to_end(block, last=False)
+            if (prefix := self._hashes.get(block)) is not None:
+                self._evict([block])
+                self.cache(other, prefix)
 
     # --- prefixes -----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import FakeSettings
-from shoal.runtime.engine.agent.interface import Copied
+from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.engine.fake.step_times import Devices, DeviceStep
 from shoal.runtime.protocol.messages import CarriedRequest

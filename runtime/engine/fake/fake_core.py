@@ -4,19 +4,20 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import FakeSettings
-from shoal.runtime.engine.agent.interface import (
+from shoal.runtime.engine.agent.interface import RunnerDied
+from shoal.runtime.engine.agent.results import (
     Adoption,
     Collected,
     Copied,
     CoreLoad,
     CoreOutputs,
     EndedSteps,
-    RunnerDied,
 )
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.engine.agent.step_work import work_of_step
@@ -27,6 +28,7 @@ from shoal.runtime.engine.fake.fake_copies import Arriving, FakeCopies
 from shoal.runtime.engine.fake.fake_leaving import FakeLeaving
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.engine.fake.fake_scheduler import Batch, FakeScheduler
+from shoal.runtime.engine.fake.fake_vacated import holders, vacate
 from shoal.runtime.engine.fake.faults import Faults, Seam
 from shoal.runtime.engine.fake.step_times import (
     Devices,
@@ -273,24 +275,19 @@ class FakeCore:
 
     def holders(self, beyond: int) -> list[str]:
         """See ``Core.holders``."""
-        return [
-            request.id
-            for request in self._scheduler.requests
-            if any(self._is_beyond(block, beyond) for block in request.blocks)
-        ]
+        return [r.id for r in holders(self._scheduler, partial(self._is_beyond, beyond=beyond))]
 
     def _is_beyond(self, block: int, beyond: int) -> bool:
         """Return whether what backs a block of this core has an id above ``beyond``."""
         raise NotImplementedError
 
-    def preempt(self, request_ids: Sequence[str]) -> None:
-        """See ``Core.preempt``."""
-        scheduler = self._scheduler
-        for request in reversed([r for r in scheduler.requests if r.id in request_ids]):
-            if request in scheduler.running:
-                scheduler.preempt(request)
-            else:
-                scheduler.free(request)
+    def vacate(self, beyond: int, *, moves: bool) -> int:
+        """See ``Core.vacate``."""
+        is_given_up, memory = partial(self._is_beyond, beyond=beyond), self._devices.memory
+        return vacate(self._scheduler, memory, self._physical, is_given_up, moves=moves)
+
+    is_moving = False
+    """See ``Core.is_moving``: a copy takes no time here."""
 
     # --- steps --------------------------------------------------------------------------------
 

@@ -78,6 +78,11 @@ class KvMemory:
                 if writer is not None and is_right:
                     self._held[engine][block] = writer, start, start + size
 
+    def move(self, engine: int, others: Mapping[int, int]) -> None:
+        """Let blocks of an engine hold what others hold, which hold nothing from now on."""
+        held = self._held.get(engine, {})
+        held |= {other: held.pop(block) for block, other in others.items() if block in held}
+
     def holds(
         self, request: FakeRequest, tokens: int, blocks: Blocks, source: Unit | None = None
     ) -> bool:

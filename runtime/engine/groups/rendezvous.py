@@ -123,12 +123,13 @@ class Rendezvous:
         self._name = f"{unit.name}-{'-'.join(map(str, unit.engines))}.{generation}"
         self._patience = timedelta(seconds=seconds)
         self._numbers = itertools.count()
+        self._unit = unit
         # A file that is never used twice: one that a dying process wrote to may be damaged.
         path = directory / f"members-{self._name}"
         remove_former(path)
         store = dist.FileStore(str(path)) if unit.is_group else dist.HashStore()
         store.set_timeout(self._patience)
-        self._stores = {"nccl": store, "gloo": store}
+        self._store, self._stores = store, {"nccl": store, "gloo": store}
         if generation > 0:
             # Not for NCCL: it exchanges no such addresses, and reads from threads of its own.
             self._stores["gloo"] = SymmetricMemoryStore(store)
@@ -165,6 +166,20 @@ class Rendezvous:
         c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
         c10d._set_pg_timeout(timeout or c10d._get_default_timeout(dist.Backend(backend)), group)
         return group
+
+    @property
+    def patience(self) -> float:
+        """How long members wait for each other, in seconds."""
+        return self._patience.total_seconds()
+
+    def arrive(self, point: int) -> None:
+        """Tell the other members that this one has come to a point, such as 3. Waits for nobody."""
+        self._store.set(f"arrived/{point}/{self._engine}", "")
+
+    def all_are_at(self, point: int) -> bool:
+        """Return whether all members have come to a point. Waits for nobody."""
+        arrived = [f"arrived/{point}/{engine}" for engine in self._unit.engines]
+        return bool(self._store.check(arrived))
 
     @property
     def own_name(self) -> str:

@@ -12,6 +12,23 @@ from typing import Any
 from shoal.policies.values.layouts import Unit
 
 
+def num_uncached(pool: Any, enough: int) -> int:
+    """Return how many free blocks can be used before one that caches something is evicted.
+
+    Args:
+        pool: vLLM's ``BlockPool``.
+        enough: where to stop counting.
+    """
+    queue, count = pool.free_block_queue, 0
+    block = queue.fake_free_list_head.next_free_block
+    while count < enough and block is not queue.fake_free_list_tail:
+        if block.block_hash is not None:
+            break
+        count += 1
+        block = block.next_free_block
+    return count
+
+
 class GroupLease:
     """Which virtual blocks of a group are open, and what backs them.
 
@@ -58,21 +75,6 @@ class GroupLease:
             self._backing[member].update(zip(virtual, physical, strict=True))
         self._pool.free_blocks(blocks)
         return virtual
-
-    def num_uncached(self, enough: int) -> int:
-        """Return how many free blocks can be used before one that caches something is evicted.
-
-        Args:
-            enough: where to stop counting.
-        """
-        queue, count = self._pool.free_block_queue, 0
-        block = queue.fake_free_list_head.next_free_block
-        while count < enough and block is not queue.fake_free_list_tail:
-            if block.block_hash is not None:
-                break
-            count += 1
-            block = block.next_free_block
-        return count
 
     def close(self, count: int) -> dict[int, list[int]]:
         """Close up to ``count`` free blocks, in the order in which the pool would use them.

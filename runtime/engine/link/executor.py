@@ -11,7 +11,8 @@ from vllm.v1.executor.abstract import Executor
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import Addresses
-from shoal.runtime.engine.agent.interface import Copied, RunnerDied
+from shoal.runtime.engine.agent.interface import RunnerDied
+from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.protocol.messages import Mode
 

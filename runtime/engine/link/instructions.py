@@ -204,8 +204,21 @@ class CopyAhead:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Copy KV from blocks of the unit to other blocks of it.
+
+    Every member answers with a ``Copied`` once its device has copied all of it. Steps that come
+    later in the queue find the KV in the other blocks.
+    """
+
+    seq: int
+    requests: list[Arrival]
+    """Only ``computed`` and the blocks of each are used."""
+
+
+@dataclass(frozen=True, slots=True)
 class Copied:
-    """One member's answer to ``Carry`` or ``CopyAhead``."""
+    """One member's answer to ``Carry``, ``CopyAhead`` or ``Move``."""
 
     bytes: int
     """Bytes of KV that the member has read, also from its own memory."""
@@ -221,12 +234,25 @@ class Copied:
 class Form:
     """On a runner's own queue: make a layout's worker anew; answered with the error, or "".
 
-    From then on the runner's queue for this layout is the empty one of this ``generation``.
+    From then on the runner's queue for this layout is the empty one of this ``generation``. The
+    runner goes on with what its own queue says, in interludes (``runner/interludes.py``).
     """
 
     seq: int
     layout: Layout
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """On a runner's own queue: start a layout's core, as the queue of its group says.
+
+    Answered when ``Detach`` on that queue has ended it. The runner goes on with what its own queue
+    says, in interludes.
+    """
+
+    seq: int
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +296,9 @@ Instruction = (
     | Extend
     | Carry
     | CopyAhead
+    | Move
     | Form
+    | Start
     | FillWeights
     | UseWeights
     | Detach

@@ -65,6 +65,13 @@ SEAMS = (
     ),
     Seam("vllm.v1.core.block_pool", "BlockPool.evict_blocks", "vllm_core"),
     Seam("vllm.v1.core.block_pool", "BlockPool.touch", "blocks_ahead"),
+    Seam("vllm.v1.core.block_pool", "BlockPool.move_block_hashes", "vacated_blocks"),
+    Seam(
+        "vllm.v1.core.kv_cache_utils",
+        "FreeKVCacheBlockQueue.get_all_free_blocks",
+        "vacated_blocks",
+    ),
+    Seam("vllm.v1.core.kv_cache_utils", "get_group_id", "vacated_blocks"),
     Seam("vllm.v1.core.block_pool", "BlockPool.cache_full_blocks", "blocks_ahead"),
     Seam(
         "vllm.v1.core.kv_cache_manager",
@@ -157,6 +164,9 @@ SEAMS = (
         "shared_mlps",
     ),
     Seam("vllm.forward_context", "get_forward_context", "ulysses"),
+    Seam("vllm.forward_context", "override_forward_context", "interludes"),
+    Seam("vllm.config.vllm", "_current_vllm_config", "interludes"),
+    Seam("vllm.config.vllm", "_current_prefix", "interludes"),
     Seam("vllm.forward_context", "ForwardContext.cudagraph_runtime_mode", "ulysses"),
     Seam("vllm.forward_context", "ForwardContext.batch_descriptor", "ulysses"),
     Seam("vllm.forward_context", "ForwardContext.is_padding", "ulysses"),

@@ -41,13 +41,41 @@ class StepQueues:
         """Wait for the next instruction; return the layout that it is for, and itself."""
         while True:
             layout = self._unsampled or self._bound
-            queue = self._queues[layout]
-            while not queue.poll(int(LONGEST_WAIT_SECONDS * 1000)):
-                pass
-            instruction: instructions.Instruction = instructions.loads(queue.recv())
+            instruction = self.receive_of(layout, LONGEST_WAIT_SECONDS)
+            if instruction is None:
+                continue
             self._follow(layout, instruction)
             if not isinstance(instruction, instructions.Attach):
                 return layout, instruction
+
+    def receive_own(self, seconds: float) -> instructions.Instruction | None:
+        """Wait for the next instruction of the engine's own queue, if that queue is next.
+
+        Returns:
+            None: nothing came in so many seconds, or another queue is next.
+        """
+        if (self._unsampled or self._bound) != DP:
+            return None
+        instruction = self.receive_of(DP, seconds)
+        if instruction is not None:
+            self._follow(DP, instruction)
+        return None if isinstance(instruction, instructions.Attach) else instruction
+
+    @property
+    def awaits_sample(self) -> bool:
+        """Whether the latest step waits for ``Sample``."""
+        return self._unsampled is not None
+
+    def receive_of(self, layout: Layout, seconds: float) -> instructions.Instruction | None:
+        """Wait for the next instruction of one queue, whichever is next; None: nothing came.
+
+        It does not change which queue is next.
+        """
+        queue = self._queues[layout]
+        if not queue.poll(int(seconds * 1000)):
+            return None
+        instruction: instructions.Instruction = instructions.loads(queue.recv())
+        return instruction
 
     def _follow(self, layout: Layout, instruction: instructions.Instruction) -> None:
         match instruction:

@@ -31,6 +31,7 @@ from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
+from shoal.runtime.engine.runner.interludes import Interludes
 from shoal.runtime.engine.sequence.enabling import SequenceParallelism
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
 from shoal.runtime.engine.weights.sharing.devices import check_reach, memory_and_copier, pages_on
@@ -114,13 +115,14 @@ class LayoutLoader:
                 # on CPUs may have no C++ compiler.
                 torch.compiler.set_stance("force_eager")
             for layout in layouts:
-                self._meet(layout, 0, LOAD_SECONDS)
+                self._meet(layout, self._rendezvous(layout, 0, LOAD_SECONDS))
         with self._timed("workers"):
             for layout in layouts:
                 self._create(layout)
         for layout in layouts:
             with self._timed("weights" if layout == DP else f"{layout.name} views"):
                 self._load_weights(layout)
+                self.by_sequence.enable(self.workers[layout], self.workers)
         self._say_what_is_owned()
 
     def _say_what_is_owned(self) -> None:
@@ -140,7 +142,7 @@ class LayoutLoader:
                 ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in owned.items()),
             )
 
-    def remake(self, layout: Layout, generation: int) -> None:
+    def remake(self, layout: Layout, generation: int, interludes: Interludes) -> None:
         """Make a layout's worker anew, whatever is left of the former. Collective over its unit.
 
         Its communicators, the stock worker and what vLLM compiles and captures for both are made
@@ -149,15 +151,23 @@ class LayoutLoader:
         Args:
             layout: the layout, which is not DP.
             generation: how often its unit was made before.
+            interludes: held between the parts of this; they go on until the core has started.
 
         Raises:
             Exception: the worker could not be made; the layout has none then.
         """
         self._drop(layout)
         try:
-            self._meet(layout, generation, REJOIN_SECONDS)
+            rendezvous = self._rendezvous(layout, generation, REJOIN_SECONDS)
+            interludes.begin(rendezvous)
+            interludes.hold()
+            self._meet(layout, rendezvous)
+            interludes.hold()
             self._create(layout)
+            interludes.hold()
             self._load_weights(layout)
+            interludes.hold()
+            self.by_sequence.enable(self.workers[layout], self.workers)
             # The start of the core drops them again, but an error here costs only the group.
             load_adapters(self._node, self.workers[layout])
         except Exception:
@@ -180,12 +190,15 @@ class LayoutLoader:
         if current_platform.is_cuda():
             torch.cuda.empty_cache()
 
-    def _meet(self, layout: Layout, generation: int, seconds: float) -> None:
+    def _rendezvous(self, layout: Layout, generation: int, seconds: float) -> Rendezvous:
+        unit = unit_of(self._engine, layout)
+        return Rendezvous(self._directory, unit, self._engine, generation, seconds)
+
+    def _meet(self, layout: Layout, rendezvous: Rendezvous) -> None:
         """Meet the other members, and make the layout's worker without vLLM's and the weights."""
         unit = unit_of(self._engine, layout)
         config = self._dp if layout == DP else engine_config(self._node, layout, UnitExecutor)
         self.by_sequence.expect(unit, config)
-        rendezvous = Rendezvous(self._directory, unit, self._engine, generation, seconds)
         communicators = Communicators(layout, config, current_platform.dist_backend, rendezvous)
         agree = partial(
             agreed_minimum, self._directory, "kv-bytes", self._engine, self._node.engines
@@ -210,7 +223,6 @@ class LayoutLoader:
                 self.shared.complete(worker.model, dummy=dummy)
                 worker.borrowed_bytes = self.shared.borrowed_bytes
             self.shared.stream_in(worker.model, layout)
-        self.by_sequence.enable(worker, self.workers)
 
     def _reserved(self) -> int:
         """Return the bytes that the layouts beyond DP take besides weights and KV."""

@@ -33,10 +33,17 @@ from shoal.runtime.engine.link.executor import push_socket
 from shoal.runtime.engine.link.seams import check_seams
 from shoal.runtime.engine.link.step_queues import StepQueues
 from shoal.runtime.engine.runner.drafts import with_drafts
+from shoal.runtime.engine.runner.interludes import (
+    POLL_SECONDS,
+    Interludes,
+    before_passes,
+    outside,
+)
 from shoal.runtime.engine.runner.loading import LayoutLoader
 from shoal.runtime.engine.runner.memory_moves import MemoryMoves
 from shoal.runtime.engine.runner.taking_up import TakingUp
 from shoal.runtime.node.runtime_dir import remove_former
+from shoal.runtime.protocol.transport import LONGEST_WAIT_SECONDS
 
 
 class Responder:
@@ -50,7 +57,9 @@ class Responder:
         self._context = context
         self._addresses = addresses
         self._engine = engine
-        self._queue: queue.SimpleQueue[tuple[Unit, int, Any] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Unit, int, Any] | threading.Event | None] = (
+            queue.SimpleQueue()
+        )
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
         self._thread.start()
@@ -58,6 +67,12 @@ class Responder:
     def answer(self, unit: Unit, seq: int, value: Any) -> None:
         """Queue the answer to instruction ``seq`` of a unit for the unit's leader."""
         self._queue.put((unit, seq, value))
+
+    def settle(self) -> None:
+        """Wait until what is queued has been sent: then this thread calls nothing of the device."""
+        settled = threading.Event()
+        self._queue.put(settled)
+        settled.wait()
 
     def close(self) -> None:
         """Send what is queued and end the thread."""
@@ -68,6 +83,9 @@ class Responder:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             unit, seq, value = item
             try:
                 if isinstance(value, AsyncModelRunnerOutput):
@@ -152,6 +170,9 @@ class Runner:
         self._queues = StepQueues(queues)
         self._layout = DP
         """The layout of the latest instruction."""
+        self._interludes = Interludes(self)
+        self._stream: Any = None
+        """The ``torch.cuda.Stream`` that steps run on, from the first forming on."""
         self._carrying: TakingUp
         self._memory: MemoryMoves
         """Both exist once the cores have started."""
@@ -188,10 +209,13 @@ class Runner:
 
     def _turn(self) -> instructions.Instruction:
         layout, instruction = self._queues.receive()
+        self._do(layout, instruction)
+        return instruction
+
+    def _do(self, layout: Layout, instruction: instructions.Instruction) -> None:
         self._enter(layout)
         handler: Callable[[Any], None] = getattr(self, f"_on_{type(instruction).__name__.lower()}")
         handler(instruction)
-        return instruction
 
     def _enter(self, layout: Layout) -> None:
         if layout != self._layout:
@@ -273,12 +297,44 @@ class Runner:
         copied = self._carrying.copy_ahead(ahead)
         self._beside.answer(self._worker.unit, ahead.seq, copied)
 
+    def _on_move(self, move: instructions.Move) -> None:
+        copied = self._carrying.move(self._worker.unit, move.requests)
+        self._responder.answer(self._worker.unit, move.seq, copied)
+
+    # --- groups that are formed anew ---
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """See ``interludes.OwnSteps``."""
+        layout = self._layout
+        self._enter(DP)
+        try:
+            with outside(self._stream):
+                yield
+                # Its thread may wait for the device, which CUDA forbids while a graph is captured.
+                self._responder.settle()
+        finally:
+            self._enter(layout)
+
+    def step(self, seconds: float) -> bool:
+        """See ``interludes.OwnSteps``."""
+        instruction = self._queues.receive_own(seconds)
+        if instruction is None:
+            return False
+        self._do(DP, instruction)
+        while self._queues.awaits_sample:  # nothing comes between a step and its sampling
+            sample = self._queues.receive_own(LONGEST_WAIT_SECONDS)
+            if sample is not None:
+                self._do(DP, sample)
+        return True
+
     def _on_form(self, form: instructions.Form) -> None:
         """Make a layout's worker anew; if that fails, the engine goes on without it."""
         layout, error = form.layout, ""
+        self._stream = torch.cuda.current_stream() if current_platform.is_cuda() else None
         self._enter(layout)  # a worker that starts seeds the generators
         try:
-            self._loader.remake(layout, form.generation)
+            self._loader.remake(layout, form.generation, self._interludes)
             queue = self._queue(unit_of(self._engine, layout), form.generation)
             self._queues.replace(layout, queue)
         except Exception as problem:  # noqa: BLE001 - told to the controller: the group is refused
@@ -286,6 +342,22 @@ class Runner:
         self._enter(DP)
         self._random.forget(layout)
         self._responder.answer(self._worker.unit, form.seq, error)
+
+    def _on_start(self, start: instructions.Start) -> None:
+        """Start a layout's core with the other members; own steps go on in interludes."""
+        layout = start.layout
+        self._interludes.be_patient()
+        with before_passes(self._workers[layout].model, self._interludes.hold):
+            instruction = None
+            while instruction != instructions.Detach(instructions.STARTUP_EPOCH):
+                # Its scheduler also has something to do between two calls.
+                instruction = self._queues.receive_of(layout, 0.0)
+                if instruction is not None:
+                    self._do(layout, instruction)
+                else:
+                    self._enter(DP)
+                    self.step(POLL_SECONDS)
+        self._responder.answer(self._worker.unit, start.seq, None)
 
     def _on_fillweights(self, fill: instructions.FillWeights) -> None:
         copied = self._memory.fill(fill.blocks)

@@ -21,7 +21,8 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.engine.agent.interface import Copied, RunnerDied
+from shoal.runtime.engine.agent.interface import RunnerDied
+from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.kv.carry_plan import NULL_BLOCK
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all

@@ -7,7 +7,7 @@ one whose KV came from elsewhere.
 
 import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import attrgetter
@@ -21,7 +21,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.engine.agent.interface import Adoption, Copied, RunnerDied
+from shoal.runtime.engine.agent.interface import RunnerDied
+from shoal.runtime.engine.agent.results import Adoption, Copied
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all
 from shoal.runtime.engine.scheduler.carried_blocks import CarriedBlocks, PhysicalBlocks
@@ -145,6 +146,20 @@ class CarriedRequests:
                 continue
             if request.status is RequestStatus.RUNNING:
                 request.status = RequestStatus.PREEMPTED
+            self._queue(request)
+
+    def begin_again(self, requests: Collection[Request]) -> None:
+        """Let requests that run begin their next step as preempted ones do, but with their KV.
+
+        So runners are sent all their blocks anew. Only while no step is in flight.
+        """
+        scheduler = self._scheduler
+        running = [request for request in scheduler.running if request in requests]
+        self._park(set(running))
+        for request in running:
+            del self._parked[request.request_id]
+            request.status = RequestStatus.PREEMPTED
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
             self._queue(request)
 
     # --- requests that come ---

@@ -1,4 +1,4 @@
-"""What vLLM's ``SchedulerOutput`` says of a step."""
+"""What vLLM's ``SchedulerOutput`` says of a step, and the steps that are in flight."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future

@@ -164,9 +164,10 @@ class VllmBackend:
 
         Starting an ``EngineCore`` means seconds of waiting for runners, so a thread does it.
         """
-        self.attach(unit, instructions.STARTUP_EPOCH)
+        seq, ended = self._own_channel.expect(answers=1)
+        self._own_channel.send(instructions.Start(seq, unit.layout))
         if unit.leader != self.engine:
-            return self._ask_runner()
+            return ended
         started: Future[None] = Future()
         channel = self._open_channel(unit)
         core = in_thread(partial(self._start_core, VllmGroupCore, channel, Elsewhere()))

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.engine.agent.interface import (
+from shoal.runtime.engine.agent.results import (
     Adoption,
     Collected,
     Copied,
@@ -29,7 +29,7 @@ from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, UnitExecutor
 from shoal.runtime.engine.scheduler.beginnings import Beginnings
-from shoal.runtime.engine.scheduler.block_holders import holders, preempt
+from shoal.runtime.engine.scheduler.block_holders import holders
 from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends, pending_grammars
@@ -41,6 +41,7 @@ from shoal.runtime.engine.scheduler.scheduled_steps import (
     tells_runners,
     work_of,
 )
+from shoal.runtime.engine.scheduler.vacated_blocks import VacatedBlocks
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Mode, Work
 
@@ -92,6 +93,7 @@ class VllmCore:
         self._beginnings = Beginnings(self._scheduler, channel)
         self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
         self._ahead = BlocksAhead(unit, self._scheduler, channel, self._carried)
+        self._vacated = VacatedBlocks(self._scheduler, channel, self._carried, self._physical)
 
     def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
         """Return each member's own ids of blocks of this core."""
@@ -337,10 +339,15 @@ class VllmCore:
         """Return whether what backs a block of this core has an id above ``beyond``."""
         return block > beyond
 
-    def preempt(self, request_ids: Sequence[str]) -> None:
-        """See ``interface.Core.preempt``."""
-        preempt(self._scheduler, request_ids)
+    def vacate(self, beyond: int, *, moves: bool) -> int:
+        """See ``interface.Core.vacate``."""
         self._stalled = False
+        return self._vacated.vacate(lambda block: self._is_beyond(block, beyond), moves=moves)
+
+    @property
+    def is_moving(self) -> bool:
+        """See ``interface.Core.is_moving``."""
+        return self._vacated.is_moving
 
     @property
     def channel(self) -> UnitChannel:

@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 from shoal.policies.values.kv_need import blocks_for
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.interface import Lease, plain_lease
-from shoal.runtime.engine.kv.lease import GroupLease
+from shoal.runtime.engine.kv.lease import GroupLease, num_uncached
 from shoal.runtime.engine.link import instructions as steps
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 
@@ -87,7 +87,7 @@ class VllmGroupCore(VllmCore):
             return 0
         of_step = (self._step_tokens // self._block_tokens + 1) * len(self.group_limits)
         enough = self._num_holding + STEPS_AHEAD * of_step
-        uncached = self._lease.num_uncached(enough)
+        uncached = num_uncached(self.block_pool, enough)
         # One step's more than enough, so that not every step asks.
         return enough + of_step - uncached if uncached < enough else 0
 

@@ -6,6 +6,7 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.scheduler.block_holders import preempt
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 
 
@@ -37,7 +38,8 @@ class VllmOwnCore(VllmCore):
         """Preempt the latest running request; return whether there was one."""
         if not self._scheduler.running:
             return False
-        self.preempt([self._scheduler.running[-1].request_id])
+        preempt(self._scheduler, [self._scheduler.running[-1].request_id])
+        self._stalled = False
         return True
 
     def take_back(self, blocks: Sequence[int]) -> None:

@@ -138,6 +138,33 @@ def test_requests_that_hold_blocks_which_go_are_computed_again() -> None:
     assert node.value("shoal_memory_preempted_requests_total") == view.preempted
 
 
+@pytest.mark.parametrize("group", [False, True], ids=["alone", "in a group"])
+def test_requests_keep_their_kv_where_there_is_room(group: bool) -> None:
+    node = node_of()
+    if group:
+        node.switch(PAIR)
+    short = [f"short{number}" for number in range(4)]
+    for name in short:  # they take the first blocks: about as many as are left
+        node.send(name, prompt_tokens=100 if group else 50, max_tokens=60)
+    node.turns(6)
+    kept = [f"kept{number}" for number in range(3)]
+    for name in kept:
+        node.send(name, prompt_tokens=20, max_tokens=60)
+    node.turns(6)
+    for name in short:
+        node.abort(name)
+    core = node.backends[0].cores[PAIR if group else alone(0)]
+    node.turns(2)
+    assert core.holders(LEFT), "there is nothing to move"
+    assert change(node, 1).preempted == 0
+    node.settle()
+    node.collect()
+    assert all(name in node.finish for name in kept)
+    node.assert_exact()
+    if not group:
+        assert_whole(node)
+
+
 def test_a_groups_requests_lose_blocks_of_its_members() -> None:
     node = node_of()
     node.switch(PAIR)

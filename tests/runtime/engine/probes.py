@@ -130,6 +130,10 @@ class ProbedRunner(PacedRunner):
         """Steps whose sampling came as a message of its own."""
         self.late: list[Callable[[], object]] = []
         """Reads that begin after the next step: see ``read_a_block_late``."""
+        self._forms: type[instructions.Instruction] | None = None
+        """What the runner does to form a group."""
+        self.beside: Counter[type[instructions.Instruction]] = Counter()
+        """Steps that computed something in the middle of each part of a group's forming."""
         self.skips_reseed = False
         self.proposed: dict[str, dict[int, list[int]]] = {}
         """See ``keep_proposals``."""
@@ -151,6 +155,8 @@ class ProbedRunner(PacedRunner):
         self.scheduled.update(output.num_scheduled_tokens)
         if output.num_scheduled_tokens:
             self.steps.append(set(output.num_scheduled_tokens))
+            if self._forms is not None:
+                self.beside[self._forms] += 1
         if self._worker.unit.leader == self._engine:
             self.led.update(output.num_scheduled_tokens)
         self.largest_step = max(self.largest_step, output.total_num_scheduled_tokens)
@@ -167,6 +173,22 @@ class ProbedRunner(PacedRunner):
         super()._on_step(step)
         while self.late:
             self.late.pop()()
+
+    def _on_form(self, form: instructions.Form) -> None:
+        with self._forming(form):
+            super()._on_form(form)
+
+    def _on_start(self, start: instructions.Start) -> None:
+        with self._forming(start):
+            super()._on_start(start)
+
+    @contextmanager
+    def _forming(self, part: instructions.Instruction) -> Iterator[None]:
+        self._forms = type(part)
+        try:
+            yield
+        finally:
+            self._forms = None
 
     def _on_sample(self, sample: instructions.Sample) -> None:
         self.deferred_samples += 1
@@ -230,6 +252,20 @@ def take_steps(runner: ProbedRunner) -> list[set[str]]:
     return taken
 
 
+def take_steps_beside(runner: ProbedRunner) -> Counter[type[instructions.Instruction]]:
+    """Return the steps in the middle of each part of a group's forming since the last call."""
+    taken, runner.beside = runner.beside, Counter()
+    return taken
+
+
+def hold_no_interludes(runner: ProbedRunner, without: bool) -> None:
+    """Let no own step run while the runner forms a group."""
+    if without:
+        runner.step = lambda _: False  # type: ignore[method-assign]
+    else:
+        del runner.step
+
+
 def take_modes(runner: ProbedRunner) -> dict[Mode, int]:
     """Return the steps by mode since this was last asked."""
     modes, runner.modes = dict(runner.modes), Counter()
@@ -262,6 +298,13 @@ def deferred_samples(runner: ProbedRunner) -> int:
 
 def blocks(runner: ProbedRunner, request_id: str) -> list[int]:
     return runner.blocks[request_id]
+
+
+def physical_blocks(runner: ProbedRunner, request_id: str) -> list[int]:
+    """Return the engine's own ids of a request's blocks in the unit that it works in now."""
+    block_map = runner._worker.block_map
+    held = runner.blocks[request_id]
+    return held if block_map is None else [block_map._physical[block] for block in held]
 
 
 def skip_reseed(runner: ProbedRunner, skip: bool) -> None:
@@ -336,6 +379,15 @@ def damage_copies(runner: ProbedRunner, damaged: bool) -> None:
         whole._copy = lambda target, source: target.copy_(source.roll(4096))
     else:
         del whole._copy
+
+
+def move_nothing(runner: ProbedRunner, damaged: bool) -> None:
+    """Copy no KV from blocks that are given up to those that stand for them."""
+    if damaged:
+        nothing = partial(instructions.Copied, 0, 0.0)
+        runner._carrying.move = lambda *_: nothing  # type: ignore[method-assign]
+    else:
+        del runner._carrying.move
 
 
 def compare_nothing(runner: ProbedRunner, damaged: bool) -> None:

@@ -166,6 +166,65 @@ def test_requests_on_blocks_that_go_are_computed_again(
         node.until(lambda: free_blocks(node) == num_blocks(node), "all blocks that are left")
 
 
+def run_on_blocks_that_go(node: RealNode, unit: Unit) -> dict[str, int]:
+    """Let few requests run, some of whose blocks weights will have, while others are free.
+
+    Returns:
+        For each request, which of the prompts it has.
+    """
+    node.switch(*([unit] if unit.is_group else []))
+    left = node.controller.books.engines[0].shares.blocks[1]
+    # They hold more blocks than are left, and will not need more than there are.
+    first, count = (3, 15) if unit.is_group else (0, 12)
+    prompts = [first + number % 3 for number in range(count)]
+    requests = node.submit(unit, [SHORT[prompt] for prompt in prompts], TOKENS)
+    node.wait_for_tokens(requests, TOKENS // 2)
+
+    def goes(request: str) -> bool:
+        found = (node.probe(engine, probes.physical_blocks, request) for engine in unit.engines)
+        return any(max(blocks) > left for blocks in found)
+
+    kept = [request for request in requests if goes(request)][:3]
+    assert kept
+    node.abort([request for request in requests if request not in kept])
+    core = node.controller.books.requests.core(unit)
+    node.until(lambda: core.requests.keys() <= set(kept), "the end of the others")
+    has = dict(zip(requests, prompts, strict=True))
+    return {request: has[request] for request in kept}
+
+
+UNITS = pytest.mark.parametrize("unit", [alone(0), PAIR], ids=["alone", "group"])
+
+
+@UNITS
+def test_requests_whose_blocks_go_keep_their_kv_where_there_is_room(
+    node: RealNode, expected: list[list[int]], unit: Unit
+) -> None:
+    running = run_on_blocks_that_go(node, unit)
+    view = node.change_memory(1)
+    assert (view.error, view.preempted) == (None, 0)
+    assert not node.finished.keys() & running.keys(), "there was nothing left to compute"
+    assert node.wait([*running]) == [expected[prompt] for prompt in running.values()]
+    computed, left = node.probe(0, probes.scheduled), view.num_blocks
+    for request, prompt in running.items():
+        assert computed[request] == len(SHORT[prompt]) + TOKENS - 1, "something is computed again"
+        for engine in unit.engines:
+            assert max(node.probe(engine, probes.physical_blocks, request)) <= left
+
+
+@UNITS
+def test_kv_that_is_not_copied_would_change_tokens(
+    node: RealNode, expected: list[list[int]], unit: Unit
+) -> None:
+    """The negative control."""
+    running = run_on_blocks_that_go(node, unit)
+    node.probe_all(probes.move_nothing, True)
+    assert node.change_memory(1).preempted == 0
+    tokens = node.wait([*running])
+    node.probe_all(probes.move_nothing, False)
+    assert tokens != [expected[prompt] for prompt in running.values()]
+
+
 # --- copies that are wrong ------------------------------------------------------------------------
 
 

@@ -62,6 +62,26 @@ def serve_everywhere(node: LoopbackNode, tag: str) -> None:
     node.assert_exact()
 
 
+def test_members_get_new_requests_while_their_group_is_formed() -> None:
+    node = make_node(2)
+    kill(node, 1)
+    node.hung = {0}
+    node.restart(1)
+    node.settle()
+    assert node.controller._operations.rejoin.engines == {0, 1}
+    names = [f"new{number}" for number in range(8)]
+    for name in names:
+        node.send(name)
+    node.run_for(1.0)
+    ended = [name for name in names if name in node.finish]
+    assert ended, "none ran on the member that answers"
+    assert len(ended) < len(names), "the other one holds the forming up"
+    node.hung = set()
+    node.run_for(1.0)
+    assert {node.finish.get(name) for name in names} == {wire.FinishReason.LENGTH}
+    assert formed(node, 1) == [tp(0, 1)]
+
+
 # --- engines --------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.policies.values.layouts import alone
-from shoal.runtime.engine.agent.interface import Collected, CoreOutputs, EndedSteps
+from shoal.runtime.engine.agent.results import Collected, CoreOutputs, EndedSteps
 from shoal.runtime.engine.agent.stepping import Account
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -76,36 +76,49 @@ def in_tp(*works: m.Work) -> list[EndedSteps]:
 
 def test_a_step_lasts_from_the_end_of_the_one_before_it() -> None:
     account = Account()
-    account.see(10.0, [], in_flight=True)
-    account.see(10.5, [], in_flight=True)
-    account.see(12.0, in_tp(PREFILL), in_flight=True)
-    account.see(12.5, in_tp(DECODE), in_flight=False)
-    account.see(20.0, [], in_flight=True)
-    account.see(21.0, in_tp(DECODE), in_flight=False)
+    account.see(10.0, [], in_flight=True, judges=True)
+    account.see(10.5, [], in_flight=True, judges=True)
+    account.see(12.0, in_tp(PREFILL), in_flight=True, judges=True)
+    account.see(12.5, in_tp(DECODE), in_flight=False, judges=True)
+    account.see(20.0, [], in_flight=True, judges=True)
+    account.see(21.0, in_tp(DECODE), in_flight=False, judges=True)
     assert account.work[m.Mode.TP].prefilling == PREFILL + m.Work(seconds=2.0)
     assert account.work[m.Mode.TP].decoding == DECODE + DECODE + m.Work(seconds=1.5)
 
 
 def test_steps_of_both_kinds_that_end_together_are_left_out() -> None:
     account = Account()
-    account.see(0.0, [], in_flight=True)
-    account.see(5.0, in_tp(PREFILL, DECODE), in_flight=True)
-    account.see(6.0, in_tp(DECODE, DECODE), in_flight=False)
+    account.see(0.0, [], in_flight=True, judges=True)
+    account.see(5.0, in_tp(PREFILL, DECODE), in_flight=True, judges=True)
+    account.see(6.0, in_tp(DECODE, DECODE), in_flight=False, judges=True)
     done = account.work[m.Mode.TP]
     assert done.prefilling == m.Work()
     assert done.decoding == DECODE + DECODE + m.Work(seconds=1.0)
     assert (done.total.steps, done.total.seconds) == (4, 6.0)
 
 
+def test_steps_whose_times_say_nothing_are_left_out() -> None:
+    """They queue up behind what the runner does to form a group."""
+    account = Account()
+    account.see(0.0, [], in_flight=True, judges=False)
+    account.see(5.0, in_tp(DECODE), in_flight=True, judges=False)
+    account.see(6.0, in_tp(DECODE), in_flight=False, judges=True)
+    done = account.work[m.Mode.TP]
+    assert done.decoding == DECODE + m.Work(seconds=1.0)
+    assert (done.total.steps, done.total.seconds) == (2, 6.0)
+
+
 def test_steps_of_each_mode_count_apart() -> None:
     account = Account()
-    account.see(0.0, [], in_flight=True)
-    account.see(2.0, [EndedSteps(m.Mode.SP, PREFILL)], in_flight=True)
-    account.see(3.0, in_tp(DECODE), in_flight=True)
+    account.see(0.0, [], in_flight=True, judges=True)
+    account.see(2.0, [EndedSteps(m.Mode.SP, PREFILL)], in_flight=True, judges=True)
+    account.see(3.0, in_tp(DECODE), in_flight=True, judges=True)
     assert account.work[m.Mode.SP].prefilling == PREFILL + m.Work(seconds=2.0)
     assert account.work[m.Mode.TP].decoding == DECODE + m.Work(seconds=1.0)
     # What two modes took together is in the totals, half of it in each.
-    account.see(7.0, [EndedSteps(m.Mode.SP, PREFILL), *in_tp(PREFILL)], in_flight=False)
+    account.see(
+        7.0, [EndedSteps(m.Mode.SP, PREFILL), *in_tp(PREFILL)], in_flight=False, judges=True
+    )
     assert account.work[m.Mode.SP].prefilling == PREFILL + m.Work(seconds=2.0)
     assert account.work[m.Mode.SP].total == PREFILL + PREFILL + m.Work(seconds=4.0)
     assert account.work[m.Mode.TP].total == DECODE + PREFILL + m.Work(seconds=3.0)

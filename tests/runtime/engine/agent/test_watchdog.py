@@ -7,7 +7,7 @@ import pytest
 from shoal.policies.values.layouts import alone
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.agent import Agent
-from shoal.runtime.engine.agent.interface import EndedSteps
+from shoal.runtime.engine.agent.results import EndedSteps
 from shoal.runtime.engine.agent.watchdog import (
     FACTOR,
     LIKENESS,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
-from shoal.runtime.engine.agent.interface import Copied
+from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.fake.fake_core import FakeCore
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol.messages import AheadRequest

@@ -9,7 +9,8 @@ from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
-from shoal.runtime.engine.agent.interface import Collected, CoreLoad, EndedSteps, RunnerDied
+from shoal.runtime.engine.agent.interface import RunnerDied
+from shoal.runtime.engine.agent.results import Collected, CoreLoad, EndedSteps
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.engine.fake.fake_core import FakeCore
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens

@@ -8,7 +8,7 @@ import pytest
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
-from shoal.runtime.engine.agent.interface import Copied
+from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.engine.fake.fake_core import FakeCore
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens

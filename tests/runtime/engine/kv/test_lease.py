@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from shoal.runtime.engine.kv.lease import GroupLease
+from shoal.runtime.engine.kv.lease import GroupLease, num_uncached
 from tests.units import tp
 
 GROUP = tp(2, 3)
@@ -108,11 +108,11 @@ def test_free_blocks_that_cache_nothing_are_counted_and_closed_first(
     lease.open(physical(*range(8)))
     cached, plain = pool.get_new_blocks(3), pool.get_new_blocks(2)
     cache(pool, cached, b"kept")
-    assert lease.num_uncached(9) == 3
+    assert num_uncached(pool, 9) == 3
     pool.free_blocks([*reversed(cached), *plain])
-    assert (lease.num_uncached(9), lease.num_uncached(4), lease.num_free) == (5, 4, 8)
+    assert (num_uncached(pool, 9), num_uncached(pool, 4), lease.num_free) == (5, 4, 8)
     lease.close(5)
-    assert lease.num_uncached(9) == 0
+    assert num_uncached(pool, 9) == 0
     assert pool.get_cached_block(b"kept\2", [0]) is not None
     lease.close(1)
     assert pool.get_cached_block(b"kept\2", [0]) is None, "of a prompt the end goes first"

@@ -16,6 +16,8 @@ MESSAGES = [
     instructions.Extend([3], {0: [1], 1: [2]}),
     instructions.Detach(4),
     instructions.Form(6, Layout(tp=2), generation=1),
+    instructions.Start(7, Layout(tp=2)),
+    instructions.Move(8, []),
     instructions.Result("tp2", 1, 0, [3]),
     instructions.Failure(1, "ValueError: no"),
 ]

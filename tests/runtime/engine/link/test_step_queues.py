@@ -81,6 +81,33 @@ def test_a_step_is_sampled_before_its_queue_is_left(queues: Queues) -> None:
     assert queues.take() == (OWN, step(1))
 
 
+def test_the_own_queue_is_read_beside_the_start_of_a_group(queues: Queues) -> None:
+    queues.send(OWN, step(0), step(1))
+    queues.send(GROUP, steps.Call(0, "load_model"), steps.Detach(0))
+    received = queues.received
+    assert received.receive_of(GROUP, 1.0) == steps.Call(0, "load_model")
+    assert received.receive_own(1.0) == step(0)
+    assert received.receive_of(GROUP, 1.0) == steps.Detach(0)
+    assert queues.take() == (OWN, step(1))
+    assert received.receive_own(0.0) is None
+
+
+def test_the_own_queue_has_a_steps_sampling_before_anything_else(queues: Queues) -> None:
+    queues.send(OWN, step(0, sample=False), steps.Sample(0, None))
+    assert queues.received.receive_own(1.0) == step(0, sample=False)
+    assert queues.received.awaits_sample
+    assert queues.received.receive_own(1.0) == steps.Sample(0, None)
+    assert not queues.received.awaits_sample
+
+
+def test_the_own_queue_is_not_read_where_a_groups_is_next(queues: Queues) -> None:
+    queues.send(OWN, steps.Attach(GROUP, 5), step(0))
+    assert queues.received.receive_own(1.0) is None
+    assert queues.received.receive_own(1.0) is None
+    queues.send(GROUP, steps.Detach(5))
+    assert queues.order(2) == [GROUP, OWN]
+
+
 def test_a_start_reads_one_queue_until_it_is_over(queues: Queues) -> None:
     queues.send(OWN, step(0))
     queues.send(GROUP, steps.Call(0, "load_model"), steps.Detach(0))

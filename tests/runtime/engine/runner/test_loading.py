@@ -88,6 +88,10 @@ def test_a_wrong_word_is_found_before_anything_is_loaded(monkeypatch: pytest.Mon
     loader(1)
 
 
+NOBODY: Any = None
+"""No rendezvous: nobody asks it."""
+
+
 def test_an_exchange_that_cannot_be_is_found_before_members_meet(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -96,7 +100,7 @@ def test_an_exchange_that_cannot_be_is_found_before_members_meet(
     node._dp = CONFIG
     monkeypatch.setattr(loading, "engine_config", lambda *_: CONFIG)
     with pytest.raises(SettingError, match="there are no GPUs"):
-        node._meet(Layout(tp=2), 0, 0.0)
+        node._meet(Layout(tp=2), NOBODY)
     assert node.workers == {}
 
 

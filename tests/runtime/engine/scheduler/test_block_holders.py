@@ -41,7 +41,7 @@ def test_requests_go_on_without_the_blocks_that_are_given_up(make: Make) -> None
     holders = own.holders(LEFT)
     assert len(holders) > 0
     assert own.withhold(LEFT) > 0, "they hold some"
-    own.preempt(holders)
+    assert own.vacate(LEFT, moves=False) == len(holders)
     assert own.holders(LEFT) == []
     assert own.withhold(LEFT) == 0
     lose(engines, 0)
@@ -93,7 +93,7 @@ def test_a_group_returns_the_rows_that_such_blocks_back(make: Make) -> None:
     engines.step(group, 4)
     holders = group.holders(LEFT)
     assert holders
-    group.preempt(holders)
+    assert group.vacate(LEFT, moves=False) == len(holders)
     give_back(engines, group.surrender(LEFT))
     assert group.holders(LEFT) == []
     assert not any(group.surrender(LEFT).values())
@@ -129,7 +129,7 @@ def test_requests_that_wait_with_their_kv_lose_it_too(make: Make) -> None:
     engines.carry(own[0], own[1], requests)
     holders = own[1].holders(0)
     assert set(holders) == {request for request in requests if engines.tokens[request]}
-    own[1].preempt(holders)
+    assert own[1].vacate(0, moves=False) == len(holders)
     assert own[1].withhold(LEFT) == 0
     lose(engines, 1)
     engines.finish(own[1])
@@ -143,7 +143,7 @@ def test_the_first_that_ran_is_computed_first_again(make: Make) -> None:
     engines = make()
     own, requests = engines.own[0], submit_all(engines)
     engines.step(own, 8)
-    own.preempt(requests)
+    assert own.vacate(0, moves=False) > 1
     waiting = [request.request_id for request in own._scheduler.waiting]
     assert waiting == [r for r in requests if r in waiting]
     engines.finish(own)

@@ -9,7 +9,8 @@ import pytest
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.config import LayoutConfigs
-from shoal.runtime.engine.agent.interface import Copied, RunnerDied
+from shoal.runtime.engine.agent.interface import RunnerDied
+from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest

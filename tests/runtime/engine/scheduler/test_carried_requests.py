@@ -6,7 +6,8 @@ import pytest
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.config import LayoutConfigs
-from shoal.runtime.engine.agent.interface import Adoption, Copied, RunnerDied
+from shoal.runtime.engine.agent.interface import RunnerDied
+from shoal.runtime.engine.agent.results import Adoption, Copied
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.protocol.messages import CarriedRequest, Fallback
 from tests.runtime.engine.prompts import random_prompts

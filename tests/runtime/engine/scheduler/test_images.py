@@ -111,7 +111,7 @@ def test_an_image_is_encoded_again_if_its_kv_is_lost_after_a_carry(
     engines.carry(first, second, [request])
     engines.step(second, 2)
     assert engines.runners[second.unit].encoder_runs == 0
-    second.preempt([request])
+    assert second.vacate(0, moves=False) == 1
     second.evict_prefix_cache()
     engines.finish(second)
     assert engines.tokens[request] == expected

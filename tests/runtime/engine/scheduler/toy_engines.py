@@ -40,7 +40,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.config import LayoutConfigs
-from shoal.runtime.engine.agent.interface import Copied
+from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.layouts.introductions import Introductions
 from shoal.runtime.engine.layouts.seats import Seats
 from shoal.runtime.engine.link import instructions
@@ -167,6 +167,8 @@ class Runners:
         """Tokens computed since the start."""
         self.read = 0
         """Tokens of which members have read KV."""
+        self.moved = 0
+        """Tokens of blocks whose KV was moved to other blocks."""
         self.read_ahead = 0
         """The same beside steps, for each member that has."""
         self.copy_later = False
@@ -200,6 +202,8 @@ class Runners:
                 self._carry(instruction)
             case instructions.CopyAhead():
                 self._copy_ahead(instruction)
+            case instructions.Move():
+                self._move(instruction)
             case instructions.Introduce():
                 self.introductions.add(instruction.request)
             case instructions.Seat():
@@ -239,6 +243,13 @@ class Runners:
         copied = [instructions.Copied(8 * (e in readers), 0.25) for e in self.unit.engines]
         self._answer(ahead.seq, copied)
 
+    def _move(self, move: instructions.Move) -> None:
+        for one in move.requests:
+            self.moved += one.computed
+            for engine in self.unit.engines:
+                self._pull(self.unit, self.unit, one, engine)
+        self._answer(move.seq, [instructions.Copied(8, 0.25) for _ in self.unit.engines])
+
     def _answer(self, seq: int, copied: list[instructions.Copied]) -> None:
         answer = copied[0] if len(copied) == 1 else copied
         if self.copy_later:
@@ -260,7 +271,7 @@ class Runners:
         for future, answer in self.late:
             answers = answer if isinstance(answer, list) else [answer]
             answers[-1] = dataclasses.replace(answers[-1], problem=problem)
-            future.set_result(answer)
+            future.set_result(answers if isinstance(answer, list) else answers[0])
         self.late.clear()
 
     # --- steps ---

@@ -1,0 +1,76 @@
+"""The own steps of a group's members go on while the group is formed anew, also while it compiles.
+
+Its models are compiled, so that a warm-up is noticeable work. The tests use one node up.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal.policies.values.layouts import alone
+from shoal.runtime.engine.link import instructions
+from shoal.runtime.protocol import messages as m
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import PROMPTS
+from tests.runtime.engine.real_node import RealNode
+from tests.units import tp
+
+PAIR = tp(0, 1)
+SHORT = PROMPTS[:4]
+LENGTH = 500
+PARTS = {instructions.Form, instructions.Start}
+
+
+@pytest.fixture(scope="module")
+def node(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNode]:
+    cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("compiled"))}
+    with RealNode(llama, 2, restart_limit=9, enforce_eager=False, environment=cache) as node:
+        yield node
+
+
+@pytest.fixture(scope="module")
+def expected(node: RealNode) -> list[list[int]]:
+    with node.bound(PAIR):
+        return node.generate(PAIR, SHORT, 32)
+
+
+def form_again(node: RealNode, part: str, survivor: int) -> None:
+    """Kill a member, and let the other one get requests when the group begins to be formed."""
+    serving: list[str] = []
+
+    def submit(_engine: int, sent: m.Message) -> None:
+        if isinstance(sent, m.FormGroup) and not serving:
+            serving.extend(node.submit(alone(survivor), SHORT * 12, max_tokens=LENGTH))
+
+    node.kill(part)
+    node.until(lambda: node.controller.books.engines.gone, "the death to be known")
+    nothing, node.transport.before_send = node.transport.before_send, submit
+    node.bring_back(PAIR)
+    node.transport.before_send = nothing
+    first, *others = (node.wait(serving[at : at + 4]) for at in range(0, len(serving), 4))
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize(
+    ("part", "survivor"), [("runner-1", 0), ("scheduler-0", 1)], ids=["leader", "follower"]
+)
+def test_a_survivor_goes_on_with_its_steps(
+    node: RealNode, expected: list[list[int]], part: str, survivor: int
+) -> None:
+    form_again(node, part, survivor)
+    beside = node.probe(survivor, probes.take_steps_beside)
+    assert beside.keys() == PARTS
+    assert min(beside.values()) >= 2, beside
+    with node.bound(PAIR):
+        assert node.generate(PAIR, SHORT, 32) == expected
+    assert node.audit() == []
+
+
+def test_without_interludes_no_step_runs(node: RealNode, expected: list[list[int]]) -> None:
+    node.probe(0, probes.hold_no_interludes, True)
+    form_again(node, "runner-1", 0)
+    assert not node.probe(0, probes.take_steps_beside)
+    node.probe(0, probes.hold_no_interludes, False)
+    with node.bound(PAIR):
+        assert node.generate(PAIR, SHORT, 32) == expected
