@@ -35,9 +35,6 @@ log = logging.getLogger("shoal.engine")
 ROOM_SECONDS = 0.25
 """How long requests wait for room while nothing changes: about what it takes to compute one of a
 few thousand tokens again."""
-ADMIT_SECONDS = 0.002
-"""For how long requests are adopted in one turn, so that what ends meanwhile is not collected late.
-"""
 TOGETHER_SECONDS = 0.02
 """How long the first requests of a new group wait for those of its other members: longer than a
 step that decodes. Who comes later waits for the steps that the group has begun, mostly two."""
@@ -65,8 +62,6 @@ class Arrivals(msgspec.Struct):
     """Those of them that have their blocks already."""
     tried: int = -1
     """Free blocks with which there was no room for the first."""
-    is_cut: bool = False
-    """Whether there was no time to try the next one."""
 
     @property
     def begins_served(self) -> bool:
@@ -151,14 +146,9 @@ class Carrying:
     def _waits_until(self, core: Core) -> float:
         """Return until when a core waits for the requests that come first."""
         beginning = self._binding.beginning
-        if beginning is None or beginning.core is not core or not self._awaits(core):
+        if beginning is None or beginning.core is not core or not self.expects(core):
             return -math.inf
         return beginning.by
-
-    def _awaits(self, core: Core) -> bool:
-        """Return whether requests are about to come to a core, or have come this moment."""
-        cut = (arrivals for arrivals in self._arrivals.values() if arrivals.is_cut)
-        return self.expects(core) or any(each.message.unit == core.unit for each in cut)
 
     def take_out(self) -> bool:
         """Export what can be exported now; return whether a core goes on."""
@@ -223,6 +213,7 @@ class Carrying:
         self._arrivals[message.carry] = arrivals
         if not message.more:
             del self._gathering[message.unit]
+            self._admit_all()
 
     def forget(self, unit: Unit, request_ids: Sequence[str]) -> None:
         """Forget requests that are to come to a unit, because their clients have gone."""
@@ -237,14 +228,14 @@ class Carrying:
 
     def tend(self) -> bool:
         """Answer for the copies that have ended, and adopt more; return whether one has ended."""
-        self._admit_all()
         ended = False
         for unit in [unit for unit, portions in self._copying.items() if portions]:
             for copied in self._backend.cores[unit].copied():
                 self._end(unit, self._copying[unit].pop(0), copied)
                 ended = True
+        self._admit_all()
         beginning = self._binding.beginning
-        if beginning is not None and not self._awaits(beginning.core):
+        if beginning is not None and not self.expects(beginning.core):
             self._binding.beginning = None
         return ended
 
@@ -273,13 +264,13 @@ class Carrying:
         overdue = [now >= self._deadline(arrivals) for arrivals in every]
         for arrivals, is_overdue in zip(every, overdue, strict=True):
             if self._gathering.get(arrivals.message.unit) != arrivals.sharers:
-                self._admit(arrivals, now + ADMIT_SECONDS, gives_up=is_overdue)
+                self._admit(arrivals, gives_up=is_overdue)
 
-    def _admit(self, arrivals: Arrivals, until: float, *, gives_up: bool) -> None:
+    def _admit(self, arrivals: Arrivals, *, gives_up: bool) -> None:
         """Adopt the requests that find room, and begin to copy their KV."""
         message = arrivals.message
         core = self._backend.cores[message.unit]
-        portion = self._adopt(core, arrivals, until, gives_up=gives_up)
+        portion = self._adopt(core, arrivals, gives_up=gives_up)
         if portion.carried or portion.recomputed:
             arrivals.deadline = self._clock() + ROOM_SECONDS
             before = core.copies
@@ -292,21 +283,14 @@ class Carrying:
             return
         self._answer(portion, Copied([], 0, 0.0))
 
-    def _adopt(self, core: Core, arrivals: Arrivals, until: float, *, gives_up: bool) -> Portion:
+    def _adopt(self, core: Core, arrivals: Arrivals, *, gives_up: bool) -> Portion:
         portion, serves = Portion(arrivals.message.carry), core in self._binding.serving
         is_tried = core.load.free_blocks == arrivals.tried and not arrivals.begins_served
         if serves and not gives_up and is_tried:
             return portion
         share = self._share(core, arrivals) if serves else 0
-        arrivals.is_cut = False
-        while share and arrivals.waiting and not arrivals.is_cut:
-            if not self._take(core, arrivals, 0, portion):
-                break
+        while share and arrivals.waiting and self._take(core, arrivals, 0, portion):
             share -= 1
-            arrivals.is_cut = bool(share and arrivals.waiting) and self._clock() >= until
-        if arrivals.is_cut:
-            arrivals.tried = -1
-            return portion
         arrivals.tried = core.load.free_blocks
         if not serves or (gives_up and not portion.carried):
             # If others take turns with these, the blocks of one are a beginning. The last request
@@ -426,8 +410,7 @@ class Carrying:
 
     def due_in(self) -> float | None:
         """Return seconds until requests have waited long enough; None: none waits."""
-        is_cut = any(arrivals.is_cut for arrivals in self._arrivals.values())
-        if is_cut or self._work.is_due or self._allotting.is_due(self._crowded):
+        if self._work.is_due or self._allotting.is_due(self._crowded):
             return 0.0
         due = min(map(self._deadline, self._arrivals.values()), default=math.inf)
         now, beginning = self._clock(), self._binding.beginning

@@ -98,7 +98,7 @@ def test_carried_requests_go_on_without_their_drafts(node: RealNode, expected: E
     node.switch()
     requests = node.submit(alone(0), PROMPTS, TOKENS)
     node.wait_for_tokens(requests, 16)
-    for partition, tokens in (((PAIR,), 28), (singles(2), 44), ((PAIR,), 56)):
+    for partition, tokens in (((PAIR,), 24), (singles(2), 32), ((PAIR,), 40)):
         view = node.switch(*partition, treatment=m.Treatment.CARRY)
         assert (view.carried, view.recomputed) == (len(PROMPTS), {})
         node.wait_for_tokens(requests, tokens)

@@ -7,7 +7,6 @@ import pytest
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import ManualClock
-from shoal.runtime.engine.agent.carrying import ADMIT_SECONDS
 from shoal.runtime.engine.agent.sliced_work import SLICE_SECONDS, SlicedWork
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine.agent.agent_bench import GROUP, Bench, started
@@ -134,27 +133,3 @@ def test_blocks_are_reserved_in_slices_and_let_go_after_that(bench: Bench, slowe
     assert bench.backend.own.load.free_blocks == 200
     take_in(bench)
     assert problems(bench.backend) == []
-
-
-def test_steps_are_collected_while_many_requests_are_adopted(bench: Bench, slowed: Slowed) -> None:
-    expect_all(bench)
-    adopted, collected = slowed("adopt", ADMIT_SECONDS), slowed("collect", 0.0)
-    first = only(take_in(bench, *map(carried, IDS)), m.Imported)
-    assert (len(first.carried), first.left) == (1, 3)
-    assert (len(adopted), len(collected), bench.agent.next_wakeup()) == (1, 1, 0.0)
-    rest = [message for message in bench.turn(3) if isinstance(message, m.Imported)]
-    assert [(len(each.carried), each.left) for each in rest] == [(1, 2), (1, 1), (1, 0)]
-    bench.turn(2 * OUTPUT)
-    assert problems(bench.backend) == []
-
-
-def test_a_new_group_begins_when_all_are_adopted(bench: Bench, slowed: Slowed) -> None:
-    expect_all(bench, GROUP)
-    bench.bind(blocks=20)
-    slowed("adopt", ADMIT_SECONDS, GROUP)
-    dispatched = slowed("dispatch", 0.0, GROUP)
-    take_in(bench, *map(carried, IDS), unit=GROUP)
-    bench.turn(2)
-    assert dispatched == [], "one is left"
-    bench.turn()
-    assert dispatched != []
