@@ -123,9 +123,19 @@ class Beginnings:
         if not self._scheduler.use_v2_model_runner:
             return scheduled, instructions.Begun()
         self.send_seats()
-        begun, new = instructions.Begun(forgotten=self._forgotten), list[NewRequestData]()
+        begun, told = instructions.Begun(forgotten=self._forgotten), scheduled
         self._forgotten = []
-        cached = replace(scheduled.scheduled_cached_reqs)
+        if scheduled.scheduled_new_reqs:
+            told = self._without_known(scheduled, begun)
+        if scheduled.total_num_scheduled_tokens:
+            self._leave_seats(begun)
+        return told, begun
+
+    def _without_known(
+        self, scheduled: SchedulerOutput, begun: instructions.Begun
+    ) -> SchedulerOutput:
+        """Return a step whose requests that runners know are in ``begun``, or run already."""
+        new, cached = list[NewRequestData](), replace(scheduled.scheduled_cached_reqs)
         for request in scheduled.scheduled_new_reqs:
             known = self._introduced.pop(request.req_id, None)
             if known is None:
@@ -135,10 +145,7 @@ class Beginnings:
                 _add(cached, known.request, request, more)
             else:
                 begun.requests.append(_rest(known, request, request.block_ids))
-        if scheduled.total_num_scheduled_tokens:
-            self._leave_seats(begun)
-        told = replace(scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
-        return told, begun
+        return replace(scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached)
 
     def _leave_seats(self, begun: instructions.Begun) -> None:
         """Let the requests that did not begin have no seats: others need these from now on."""
