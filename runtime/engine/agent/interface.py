@@ -167,6 +167,12 @@ class Core(Protocol):
         prefix cache has already; so are requests for which there are not enough free blocks.
         """
 
+    def promise(self, carry: int, request_id: str) -> None:
+        """Give a request whose first blocks are reserved the next ones, too, if there is room.
+
+        ``allot`` and ``adopt`` then have little to do. Unknown carries and requests are ignored.
+        """
+
     def settle(self, carry: int, *, copied: bool) -> None:
         """Take note that nobody writes to reserved blocks any more; unknown carries are ignored.
 

@@ -1,6 +1,6 @@
 """What vLLM's ``SchedulerOutput`` says of a step, and the steps that are in flight."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -50,3 +50,17 @@ def beginning(scheduled: SchedulerOutput) -> Iterator[str]:
 def awaits_tokens(scheduled: SchedulerOutput) -> bool:
     """Return whether the grammar of a request needs a token that is still in flight."""
     return bool(scheduled.pending_structured_output_tokens)
+
+
+def are_steady(steps: Sequence[InFlight]) -> bool:
+    """Return whether another step may be scheduled before the first of some is collected.
+
+    A first token must not wait, nor one that comes after a carry. If the last step left a request
+    out, for lack of blocks say, runners would be sent its tokens again as far as they are known
+    here: without the token of the first step.
+    """
+    first, last = (steps[nth].scheduled for nth in (0, -1))
+    begins = any(True for _ in beginning(first))
+    if begins or any(step.work.prefill_tokens for step in steps):
+        return False
+    return bool(first.num_scheduled_tokens.keys() <= last.num_scheduled_tokens.keys())

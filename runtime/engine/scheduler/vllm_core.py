@@ -36,6 +36,7 @@ from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends, pen
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
 from shoal.runtime.engine.scheduler.scheduled_steps import (
     InFlight,
+    are_steady,
     awaits_tokens,
     beginning,
     tells_runners,
@@ -174,7 +175,6 @@ class VllmCore:
         """See ``interface.Core.allot``."""
         is_allotted = self._carried.allot(request)
         if is_allotted:
-            self._ahead.forget([request.request_id])
             self._beginnings.seat(request.request_id, request.computed)
         return is_allotted
 
@@ -187,7 +187,7 @@ class VllmCore:
         self._stalled = False
         adoption = self._carried.adopt(source, request, with_kv=with_kv)
         if adoption is not None:
-            self._ahead.forget([request.request_id])
+            self._ahead.let_go_later(request.request_id)
         return adoption
 
     def copy(self) -> None:
@@ -224,6 +224,10 @@ class VllmCore:
     ) -> list[AheadRequest]:
         """See ``interface.Core.reserve``."""
         return self._ahead.reserve(carry, requests)
+
+    def promise(self, carry: int, request_id: str) -> None:
+        """See ``interface.Core.promise``."""
+        self._ahead.promise(carry, request_id)
 
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``interface.Core.settle``."""
@@ -319,17 +323,8 @@ class VllmCore:
             return False
         if not self._oldest_has_ended() or steps[0].future.exception() is not None:
             return False
-        # A first token must not wait, nor one that comes after a carry, and no request may be
-        # preempted in vain.
-        begins = any(True for _ in beginning(steps[0].scheduled))
-        if begins or any(step.work.prefill_tokens for step in steps):
-            return False
-        if self.block_pool.get_num_free_blocks() < running:
-            return False
-        # If the later step left a request out, for lack of blocks say, runners would be sent its
-        # tokens again as far as they are known here: without the token of the ended step.
-        older, newer = (step.scheduled.num_scheduled_tokens for step in (steps[0], steps[-1]))
-        return bool(older.keys() <= newer.keys())
+        # No request may be preempted in vain.
+        return self.block_pool.get_num_free_blocks() >= running and are_steady(steps)
 
     def holders(self, beyond: int) -> list[str]:
         """See ``interface.Core.holders``."""
@@ -383,6 +378,7 @@ class VllmCore:
         seq, future = self._executor.run_step(told, grammar, sample=sample, mode=mode, begun=begun)
         step = InFlight(seq, scheduled, future, mode, work_of(scheduled), self._carried.latest_copy)
         self._in_flight.append(step)
+        self._ahead.let_go()
         if not sample:
             self._deferred = step
         return True
