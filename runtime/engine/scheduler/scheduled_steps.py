@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +22,16 @@ class InFlight:
     work: Work
     copy: int
     """The last copy that was begun before it (``CarriedRequests.latest_copy``)."""
+    gone: set[str] = field(default_factory=set)
+    """Requests that were aborted since. They may have been begun again, under the same names."""
+
+    def forget_gone(self) -> None:
+        """Let vLLM's scheduler take no token of this step for one of the requests that have gone.
+
+        It knows requests by their names, and would give such a token to the one that began again.
+        """
+        for request_id in self.gone.intersection(self.scheduled.num_scheduled_tokens):
+            del self.scheduled.num_scheduled_tokens[request_id]
 
 
 def tells_runners(scheduled: SchedulerOutput) -> bool:

@@ -133,6 +133,8 @@ class VllmCore:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See ``interface.Core.abort``."""
+        for step in self._in_flight:
+            step.gone.update(request_ids)
         self._carried.forget(request_ids)
         self._ahead.forget(request_ids)
         self._beginnings.forget(request_ids)
@@ -266,6 +268,7 @@ class VllmCore:
         return self._carried.has_ended(self._in_flight[0].copy)
 
     def _collect_one(self, step: InFlight, collected: Collected) -> None:
+        step.forget_gone()
         outputs = self._update(step.scheduled, step.future.result())
         self._stalled = False
         if step.scheduled.total_num_scheduled_tokens:
