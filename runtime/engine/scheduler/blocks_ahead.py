@@ -247,11 +247,11 @@ class BlocksAhead:
         free: int = self._pool.get_num_free_blocks()
         return bool(kept + unheld + new + rest <= free)
 
-    def promise(self, carry: int, request_id: str) -> None:
-        """See ``interface.Core.promise``."""
+    def promise(self, carry: int, request_id: str) -> bool:
+        """See ``interface.Core.promise``; return whether the request has got blocks."""
         of_carry = self._reserved.get(carry)
         if of_carry is None or of_carry.settled or request_id not in of_carry.requests:
-            return
+            return False
         reserved = of_carry.requests[request_id]
         request, tables, size = reserved.request, reserved.tables, self._blocks.block_tokens
         tokens = self._blocks.most_tokens(request, request.num_tokens + AHEAD_TOKENS)
@@ -259,8 +259,10 @@ class BlocksAhead:
         rest = sum(max(0, -(-tokens // size) - len(table)) for table in tables)
         may_have = reserved.awaited and len(tables[0])  # vLLM gives no blocks for nothing
         has_room = may_have and self._has_room(tables, len(tables[0]), rest)
-        if not has_room or not self._blocks.promise(request, tables):
-            reserved.rest = before
+        if has_room and self._blocks.promise(request, tables):
+            return True
+        reserved.rest = before
+        return False
 
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``interface.Core.settle``."""

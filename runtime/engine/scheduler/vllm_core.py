@@ -145,7 +145,7 @@ class VllmCore:
         """See ``interface.Core.withdraw``."""
         known = [self._scheduler.requests.get(request_id) for request_id in request_ids]
         tokens = {r.request_id: list(r.output_token_ids) for r in known if r is not None}
-        self.abort(list(tokens))
+        self.abort([*tokens])
         return tokens
 
     # --- requests that are carried ---
@@ -169,16 +169,15 @@ class VllmCore:
 
     def expect(self, request_id: str, frames: Sequence[Any]) -> None:
         """See ``interface.Core.expect``."""
-        request = self._decoded(frames)
-        self._carried.expect(request)
+        self._carried.expect(request := self._decoded(frames))
         self._beginnings.expect(request)
 
     def allot(self, request: CarriedRequest) -> bool:
         """See ``interface.Core.allot``."""
-        is_allotted = self._carried.allot(request)
-        if is_allotted:
-            self._beginnings.seat(request.request_id, request.computed)
-        return is_allotted
+        if not self._carried.allot(request):
+            return False
+        self._beginnings.seat(request.request_id)
+        return True
 
     def tell_allotted(self) -> None:
         """See ``interface.Core.tell_allotted``."""
@@ -188,7 +187,7 @@ class VllmCore:
         """See ``interface.Core.adopt``."""
         self._stalled = False
         adoption = self._carried.adopt(source, request, with_kv=with_kv)
-        if adoption is not None:
+        if adoption:
             self._ahead.let_go_later(request.request_id)
         return adoption
 
@@ -229,11 +228,14 @@ class VllmCore:
 
     def promise(self, carry: int, request_id: str) -> None:
         """See ``interface.Core.promise``."""
-        self._ahead.promise(carry, request_id)
+        if self._ahead.promise(carry, request_id):
+            self._beginnings.seat(request_id)
 
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``interface.Core.settle``."""
         self._ahead.settle(carry, copied=copied)
+        if not self.unit.is_group:  # a group tells its members after their bind
+            self.tell_allotted()
         self._stalled = False
 
     def copy_ahead(
@@ -405,10 +407,8 @@ class VllmCore:
     @property
     def oldest_step(self) -> tuple[Mode, Work] | None:
         """See ``interface.Core.oldest_step``."""
-        if not self._in_flight:
-            return None
-        oldest = self._in_flight[0]
-        return oldest.mode, oldest.work
+        oldest = self._in_flight[0] if self._in_flight else None
+        return (oldest.mode, oldest.work) if oldest else None
 
     @property
     def num_requests(self) -> int:

@@ -32,13 +32,16 @@ def begin_again(engines: ToyEngines, keeps: int) -> None:
         engines._collect(own)
 
 
-@pytest.mark.parametrize("keeps", [0, 2])
-def test_a_new_attempt_gets_no_token_of_a_step_of_the_old_one(make: Make, keeps: int) -> None:
-    engines = aborted_in_flight(make)
+def assert_ends_as_if_undisturbed(engines: ToyEngines, make: Make, keeps: int) -> None:
     begin_again(engines, keeps)
     engines.finish(engines.own[0])
     assert engines.tokens["r"] == undisturbed(make, PROMPT)
     assert engines.audit() == []
+
+
+@pytest.mark.parametrize("keeps", [0, 2])
+def test_a_new_attempt_gets_no_token_of_a_step_of_the_old_one(make: Make, keeps: int) -> None:
+    assert_ends_as_if_undisturbed(aborted_in_flight(make), make, keeps)
 
 
 def test_such_a_token_would_be_noticed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +50,4 @@ def test_such_a_token_would_be_noticed(make: Make, monkeypatch: pytest.MonkeyPat
     engines = aborted_in_flight(make)
     # Either vLLM's scheduler fails, or the tokens are others.
     with pytest.raises((AssertionError, IndexError)):
-        begin_again(engines, keeps=0)
-        engines.finish(engines.own[0])
-        assert engines.tokens["r"] == undisturbed(make, PROMPT)
+        assert_ends_as_if_undisturbed(engines, make, keeps=0)

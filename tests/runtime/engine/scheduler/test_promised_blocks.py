@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.policies.values.layouts import alone
+from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.scheduler.carried_blocks import CarriedBlocks
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 from shoal.runtime.protocol.messages import AHEAD_TOKENS, AheadRequest
@@ -172,3 +173,34 @@ def test_a_request_without_a_whole_block_is_promised_nothing(make: Make) -> None
     lend_group(engines, 20)
     assert promise(engines, own[0], engines.group, ["r"]) == []
     assert engines.group.load.free_blocks == 20
+
+
+def seated(engines: ToyEngines, unit: Unit) -> list[str]:
+    """Return the requests that a unit's runners were told to give rows."""
+    sent = engines.runners[unit].sent
+    return [
+        rest.request_id
+        for each in sent
+        if isinstance(each, instructions.Seat)
+        for rest in each.requests
+    ]
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_group_is_told_of_promised_requests_once_it_is_bound(make: Make, copied: bool) -> None:
+    engines = make()
+    own, group = engines.own, engines.group
+    if not group._scheduler.use_v2_model_runner:
+        pytest.skip("V1 model runners give no rows before a step")
+    engines.submit(own[0], "r", PROMPTS[3], max_tokens=60)
+    engines.step(own[0], 9)
+    lend_group(engines, 40)
+    found = promise(engines, own[0], group, ["r"])
+    copy(own[0], group, found, *own)
+    settle(own[0], group, copied=copied)
+    assert seated(engines, GROUP) == []
+    engines.bind(20)
+    assert seated(engines, GROUP) == (["r"] if copied else [])
+    engines.carry(own[0], group, ["r"], expected=True)
+    engines.finish(group)
+    assert engines.tokens["r"] == undisturbed(make, PROMPTS[3], max_tokens=60)
