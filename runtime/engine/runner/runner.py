@@ -203,7 +203,7 @@ class Runner:
         # As vLLM's own processes do: without this, every step looks settings up at each use.
         enable_envs_cache()
         self._carrying = TakingUp(self._node, self._engine, self._loader)
-        self._memory = MemoryMoves(self._loader, self._node.share_weights)
+        self._memory = MemoryMoves(self._engine, self._loader, self._node.share_weights)
         while True:
             self._turn()
 
@@ -298,8 +298,9 @@ class Runner:
         self._beside.answer(self._worker.unit, ahead.seq, copied)
 
     def _on_move(self, move: instructions.Move) -> None:
-        copied = self._carrying.move(self._worker.unit, move.requests)
-        self._responder.answer(self._worker.unit, move.seq, copied)
+        copied = self._carrying.move(self._worker.unit, move.requests, beside=move.beside)
+        responder = self._beside if move.beside else self._responder
+        responder.answer(self._worker.unit, move.seq, copied)
 
     # --- groups that are formed anew ---
 
