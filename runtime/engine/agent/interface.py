@@ -273,6 +273,23 @@ class BlockLender(Protocol):
     def lent(self) -> frozenset[int]:
         """Ids of the blocks lent now."""
 
+    def clear(self, beyond: int, *, moves: bool) -> bool:
+        """Take some free blocks whose ids are above ``beyond`` out of the pool, while steps go on.
+
+        What they cache is copied to others that cache nothing, beside steps.
+
+        Args:
+            beyond: an id.
+            moves: whether anything can be copied: the engine's runner must read its own queue.
+
+        Returns:
+            Whether to call this again at once.
+        """
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether ``clear`` has begun something that has not ended."""
+
     def withhold(self, beyond: int) -> int:
         """Take free blocks whose ids are above ``beyond`` out of the pool, whatever they cache.
 
