@@ -142,7 +142,7 @@ class StepPredictor(Protocol):
     """Predicts how long steps take (``policies.cost``)."""
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
-        """Return the predicted time of a step of a unit in this layout."""
+        """Return the predicted time of a step, for each token that its decodes get."""
 
     def pace(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Pace:
         """Return the predicted times of all steps of one layout, kind and mode."""

@@ -5,9 +5,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 
 from shoal.runtime.engine.agent.step_work import work_of_step
+from shoal.runtime.engine.link.instructions import Drafted
 from shoal.runtime.protocol.messages import Mode, Work
 
 
@@ -33,6 +36,24 @@ class InFlight:
         for request_id in self.gone.intersection(self.scheduled.num_scheduled_tokens):
             del self.scheduled.num_scheduled_tokens[request_id]
 
+    @property
+    def done(self) -> Work:
+        """What it has computed, once vLLM's scheduler has been told of its result.
+
+        The scheduler has cut what comes after the end of a request by then, so the accepted drafts
+        are those that requests got.
+        """
+        if not self.work.drafts:
+            return self.work
+        result = self.future.result()
+        made: ModelRunnerOutput = result.output if isinstance(result, Drafted) else result
+        tokens = (
+            made.sampled_token_ids[made.req_id_to_index[name]]
+            for name in self.scheduled.scheduled_spec_decode_tokens
+        )
+        accepted = sum(max(0, len(sampled) - 1) for sampled in tokens)
+        return structs.replace(self.work, accepted=accepted)
+
 
 def tells_runners(scheduled: SchedulerOutput) -> bool:
     """Return whether a step without tokens still carries news for the runners."""
@@ -48,7 +69,8 @@ def work_of(scheduled: SchedulerOutput) -> Work:
     if drafts := scheduled.scheduled_spec_decode_tokens:
         # A decode that also checks drafts is one decode.
         tokens = {name: count - len(drafts.get(name, ())) for name, count in tokens.items()}
-    return work_of_step(zip(map(computed.__getitem__, tokens), tokens.values(), strict=True))
+    work = work_of_step(zip(map(computed.__getitem__, tokens), tokens.values(), strict=True))
+    return structs.replace(work, drafts=sum(map(len, drafts.values()))) if drafts else work
 
 
 def beginning(scheduled: SchedulerOutput) -> Iterator[str]:

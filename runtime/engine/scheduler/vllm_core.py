@@ -274,7 +274,7 @@ class VllmCore:
         outputs = self._update(step.scheduled, step.future.result())
         self._stalled = False
         if step.scheduled.total_num_scheduled_tokens:
-            collected.steps.append(EndedSteps(step.mode, step.work))
+            collected.steps.append(EndedSteps(step.mode, step.done))
         for client_index, client_outputs in outputs.items():
             client_outputs.engine_index = wire.unit_index(self.unit)
             collected.finished.extend(
