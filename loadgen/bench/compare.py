@@ -262,10 +262,9 @@ def _add_rate_options(group: Any) -> None:
     )
     add(
         "--rate-request",
-        type=_integers,
-        default=(8000, 250),
+        default="8000,250",
         metavar="PROMPT,OUTPUT",
-        help="tokens of every request (default: 8000,250)",
+        help="tokens of every request, or LOW:HIGH of each (default: %(default)s)",
     )
     add(
         "--policies",
