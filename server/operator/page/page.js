@@ -497,14 +497,14 @@ function showMemory({ engines }) {
 
 function showSwitches() {
   const items = [...state.switches].reverse().map((done) => {
-    const arrow = `${partitionText(done.before, done.before_layouts)} → ${partitionText(done.after, done.after_layouts)}`;
+    const arrow = [...unitNames(done.before, done.before_layouts), "→", ...unitNames(done.after, done.after_layouts)];
     const why = `${done.reason || "no reason given"}, ${done.preempt}${done.late ? ", late" : ""}`;
     const when = new Date(done.at * 1000).toLocaleTimeString("en-GB");
     return make(
       "li",
       { "data-epoch": done.epoch },
       make("span", { class: "when" }, when),
-      make("span", {}, arrow),
+      make("span", { class: "arrow" }, ...arrow.flatMap((part) => [make("span", {}, part), " "]).slice(0, -1)),
       make("span", { class: "why" }, why),
       make("span", { class: "took" }, seconds(done.duration_seconds)),
       make("span", { class: done.error ? "what failed" : "what" }, done.error ?? carried(done)),
@@ -513,9 +513,9 @@ function showSwitches() {
   $("switches").replaceChildren(...(items.length ? items : [make("li", {}, "None yet.")]));
 }
 
-function partitionText(units, layouts) {
+function unitNames(units, layouts) {
   const named = (unit, layout) => `[${enginesText(unit)}]${isPipeline(layout) ? ` ${layout.toUpperCase()}` : ""}`;
-  return units.map((unit, k) => named(unit, layouts[k])).join(" ");
+  return units.map((unit, k) => named(unit, layouts[k]));
 }
 
 function carried({ requests, carried_bytes, precopied_bytes }) {
@@ -556,7 +556,8 @@ function partitions(engines, maxGroup) {
 function layoutButton(units) {
   const spoken = units.map((unit) => (unit.length > 1 ? `${enginesText(unit)} together` : `${unit[0]} alone`));
   const button = make("button", { type: "button", "aria-label": `Engines ${spoken.join(", ")}`, "data-units": JSON.stringify(units) });
-  button.append(...units.map((unit) => make("span", { class: "group" }, enginesText(unit))));
+  const colour = (unit) => (unit.length > 1 ? `tp${unit.length}` : "dp"); // that of the unit's band
+  button.append(...units.map((unit) => make("span", { class: `group ${colour(unit)}` }, enginesText(unit))));
   button.addEventListener("click", () => switchTo(units));
   return button;
 }
@@ -598,7 +599,7 @@ async function ask(path, body, asking, said) {
 
 const switchTo = (units) =>
   ask("/admin/layout", { units, preempt: $("treatment").value }, "Switching", (done) => {
-    const took = `Switch to ${partitionText(done.after, done.after_layouts)} took ${seconds(done.duration_seconds)}`;
+    const took = `Switch to ${unitNames(done.after, done.after_layouts).join(" ")} took ${seconds(done.duration_seconds)}`;
     return `${took}: ${carried(done)}.`;
   });
 
