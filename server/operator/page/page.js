@@ -3,6 +3,7 @@
 "use strict";
 
 const WINDOW = 300; // seconds that are drawn
+const LEAST = 60; // of a node that has just begun
 const GAP = 3; // seconds without a moment after which nobody watched
 const FAINT = 5; // seconds without an event after which the page says so
 const MODES = ["dp", "tp", "sp"];
@@ -259,12 +260,15 @@ const SPACE = 5;
 const GUTTER = 66;
 const TOP = 12;
 
+// The seconds that are drawn: of a young node all, so that its first switches are wide enough to be seen.
+const span = (at) => Math.min(WINDOW, Math.max(LEAST, at - state.about.since));
+
 function showTimeline(at) {
   const svg = $("timeline");
   const width = svg.clientWidth || 600;
   const rows = state.about.engines;
   const bottom = TOP + rows * (ROW + SPACE);
-  const x = (time) => GUTTER + (width - GUTTER) * Math.max(0, 1 - (at - time) / WINDOW);
+  const x = (time) => GUTTER + (width - GUTTER) * Math.max(0, 1 - (at - time) / span(at));
   const y = (engine) => TOP + engine * (ROW + SPACE);
   svg.setAttribute("height", bottom + 18);
   svg.setAttribute("viewBox", `0 0 ${width} ${bottom + 18}`);
@@ -283,12 +287,13 @@ function showTimeline(at) {
 
 function axis(x, at, top, bottom, width) {
   const parts = [];
-  for (let minutes = 5; minutes >= 0; minutes--) {
+  const most = Math.floor(span(at) / 60);
+  for (let minutes = most; minutes >= 0; minutes--) {
     const where = x(at - minutes * 60);
     const line = draw("g", { class: "axis" });
     line.append(draw("line", { x1: where, x2: where, y1: top, y2: bottom }));
-    const anchor = minutes === 0 ? "end" : minutes === 5 ? "start" : "middle";
-    if (minutes % 2 === 0 || width > 480) {
+    const anchor = minutes === 0 ? "end" : minutes === most ? "start" : "middle";
+    if (minutes % 2 === 0 || width > 480 || most < 4) {
       line.append(draw("text", { x: where, y: bottom + 14, "text-anchor": anchor }, minutes ? `−${minutes} min` : "now"));
     }
     parts.push(line);
@@ -331,7 +336,7 @@ function showRates(at, tokens) {
   const most = Math.max(1, ...state.rates.map(([, of]) => MODES.reduce((sum, mode) => sum + of[mode][1], 0)));
   const step = 10 ** Math.floor(Math.log10(most));
   const top = Math.ceil(most / step) * step;
-  const x = (time) => width * Math.max(0, 1 - (at - time) / WINDOW);
+  const x = (time) => width * Math.max(0, 1 - (at - time) / span(at));
   const y = (value) => 14 + (height - 14) * (1 - value / top);
   svg.setAttribute("height", height + 18);
   svg.setAttribute("viewBox", `0 0 ${width} ${height + 18}`);

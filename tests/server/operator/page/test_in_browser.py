@@ -435,6 +435,40 @@ async def check_memory(tab: Page) -> None:
         )
 
 
+async def test_the_life_of_a_young_node_is_as_wide_as_five_minutes_of_an_old_one(
+    browser: str,
+) -> None:
+    clock = ManualClock()
+    async with still_node(clock) as (feed, port, _), page(browser) as tab:
+        await tab.go(f"http://127.0.0.1:{port}/")
+        await tab.until(READY)
+
+        async def shown_after(seconds: int) -> tuple[list[str], float]:
+            """Return the marks of the axis, and which part of it is drawn."""
+            for svg in ("timeline", "rates"):
+                await tab.until(f"document.querySelector('#{svg} .axis')")
+            clock.advance(seconds - 1)
+            await next_second(tab, feed, clock)
+            labels = "[...document.querySelectorAll('#SVG .axis text')].map((t) => t.textContent)"
+            marks = [await tab.value(labels.replace("SVG", svg)) for svg in ("timeline", "rates")]
+            assert marks[0] == marks[1]
+            drawn = await tab.value(
+                """(() => {
+                  const bands = [...document.querySelectorAll('.band rect')];
+                  const first = Math.min(...bands.map((band) => band.getBBox().x));
+                  const width = document.querySelector('#timeline').clientWidth;
+                  return (width - first) / (width - GUTTER);
+                })()"""
+            )
+            return marks[0], drawn
+
+        assert await shown_after(30) == (["\u22121 min", "now"], pytest.approx(0.5, abs=0.03))
+        assert await shown_after(60) == (["\u22121 min", "now"], pytest.approx(1, abs=0.03))
+        marks, drawn = await shown_after(400)
+        assert (marks[0], len(marks), drawn) == ("\u22125 min", 6, pytest.approx(1, abs=0.01))
+        assert tab.complaints == []
+
+
 async def test_the_health_says_what_is_wrong(browser: str) -> None:
     clock = ManualClock()
 
