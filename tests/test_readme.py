@@ -5,9 +5,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
+from shoal.loadgen.curves import Timeline
+from shoal.loadgen.plot import draw_overview
+from shoal.loadgen.summary import Record
+from shoal.loadgen.workload import Phase
 from shoal.server.options.serve_options import DEFAULT_PORT
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +95,21 @@ def test_what_the_first_command_costs_stands_there_as_it_is_typed() -> None:
     row = rf"^\| `{re.escape(first)}` \| [\d.]+ GB \| [\d.]+ GB \| \d+ s \|$"
     assert re.search(row, README, re.MULTILINE)
     assert f"http://127.0.0.1:{DEFAULT_PORT + 1}/" in README.partition("\n## ")[0]
+
+
+def words_of(svg: str) -> set[str]:
+    """Return what a picture says beside numbers."""
+    texts = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    return {text.text for text in texts if text.text and re.search("[a-z]", text.text)}
+
+
+def test_its_first_picture_is_one_of_layouts_over_time_as_a_report_draws_them() -> None:
+    name = README.partition("![Layouts")[2].partition("(")[2].partition(")")[0]
+    record = Record(0.0, 0.1, 1.0, 2.0, 5, finished=True, phase=Phase.BURST)
+    run = Timeline("one", [record], {1: 5.0}, [(0.0, [[0], [1]]), (1.0, [[0, 1]])])
+    report = words_of(draw_overview("a run", [run])) - {"a run"}
+    assert {"layout", "engine 0", "engine 1"} <= report
+    assert report <= words_of((ROOT / name).read_text("utf-8"))
 
 
 @pytest.mark.parametrize("part", ORDER)
