@@ -20,9 +20,8 @@ of the same layout with whole weights.
 In a pipeline (PP) a step goes through the stages one after the other, so all layers count, as in DP
 or in the TP of a stage. Between two stages it sends the hidden states of its tokens once. The time
 of a step is that from its beginning to its end. As many steps as there are stages are under way at
-once, so while all stages are busy, steps end one after the other every ``interval_seconds``. The
-measured time between the ends of two steps depends on how many were under way, so no correction
-learns from it.
+once, so steps end more often than that. How often depends on how many are under way, so no
+correction learns from the measured time between the ends of two steps.
 
 The host launches the exchanges of a step in SP one by one, without CUDA graphs. A layer takes the
 host the same time for any number of tokens. Launches run ahead of the device, so over all layers
@@ -212,16 +211,6 @@ class CostModel:
         context = batch.context_tokens
         pairs = context * (1 + more) + batch.prefill_tokens * batch.prefill_context
         return batch.tokens + batch.decodes * more, context, pairs
-
-    def interval_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
-        """Return the predicted time between the ends of two such steps, if many follow each other.
-
-        In a pipeline as many steps are in flight as there are stages (vLLM
-        ``max_concurrent_batches``), so hops are not hidden: so many steps end in the time of one,
-        unless the link between two stages is slower still. Bubbles of uneven steps come on top.
-        """
-        seconds = self.step_seconds(layout, batch, mode)
-        return max(seconds / layout.pp, self.hop_seconds(layout, batch))
 
     def hop_seconds(self, layout: Layout, batch: Batch) -> float:
         """Return the time in which a step's hidden states go from one stage to the next.
