@@ -16,10 +16,13 @@ from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import Mode, StepKind
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.partition import Partition
-from shoal.policies.values.snapshot import PoolRequest, Snapshot, StepPredictor
+from shoal.policies.values.snapshot import (
+    USUAL_STEP_TOKENS,
+    PoolRequest,
+    Snapshot,
+    StepPredictor,
+)
 
-CHUNK_TOKENS = 8192
-"""Limit of the tokens of one step: vLLM's usual bound."""
 LEAST_OUTPUTS = 16
 """So many outputs must have ended before lengths are drawn from theirs; until then, they are drawn
 as if outputs ended at random times.
@@ -97,7 +100,8 @@ def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]
             above=above.get(layout, inf),
             seats=256 if state is None else state.slots,
             tokens=inf if state is None else state.total_blocks * state.block_tokens,
-            chunk=CHUNK_TOKENS,
+            chunk=snapshot.step_tokens or USUAL_STEP_TOKENS,
+            mixed=snapshot.chunk(layout),
             prices=prices_of(snapshot, layout),
             output=snapshot.output_tokens,
         )
@@ -205,7 +209,9 @@ def foreseen(
         goes = _again(seen, there.copy(), terms, length)
         worth += probability * max(
             without - so_far - spent - (stop * back if horizon < HORIZONS[-1] else 0.0)
-            for horizon, (without, _), (spent, back) in zip(HORIZONS, stays[length], goes, strict=True)
+            for horizon, (without, _), (spent, back) in zip(
+                HORIZONS, stays[length], goes, strict=True
+            )
         )
     return worth
 

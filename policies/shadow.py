@@ -77,6 +77,8 @@ class Terms(NamedTuple):
     """Tokens that its KV cache holds."""
     chunk: int
     """Most tokens of a step."""
+    mixed: int
+    """Most tokens of prompts, where others decode."""
     prices: Prices
     output: float = 0.0
     """Tokens of the mean output."""
@@ -233,7 +235,7 @@ class Queue:
     def _prompts(self, terms: Terms) -> None:
         """Compute a step that has as many tokens of waiting prompts as find room."""
         decodes = len(self.running)
-        budget = max(1, terms.chunk - decodes)
+        budget = max(1, min(terms.chunk - decodes, terms.mixed if decodes else terms.chunk))
         space = terms.tokens - self.context if decodes else inf
         tokens, pairs, done = 0, 0.0, 0
         for job in self.waiting[: terms.seats - decodes]:
