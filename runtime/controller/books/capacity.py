@@ -407,4 +407,5 @@ def _layout_state(limits: m.LayoutLimits, blocks: int) -> LayoutState:
         limits.block_tokens,
         limits.max_model_len,
         limits.group_limits,
+        limits.mixed_tokens,
     )

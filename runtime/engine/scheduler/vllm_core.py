@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -42,6 +42,7 @@ from shoal.runtime.engine.scheduler.scheduled_steps import (
     tells_runners,
     work_of,
 )
+from shoal.runtime.engine.scheduler.step_sizes import StepSizes, captured_tokens
 from shoal.runtime.engine.scheduler.vacated_blocks import VacatedBlocks
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Mode, Work
@@ -78,11 +79,9 @@ class VllmCore:
         self.engine_core.execute_dummy_batch()
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size
-        # vLLM gives GPT-OSS a largest size also where no graphs are captured.
-        compilation = self.engine_core.vllm_config.compilation_config
-        has_graphs = compilation.cudagraph_mode != CUDAGraphMode.NONE
-        captured = compilation.max_cudagraph_capture_size if has_graphs else None
-        self.shift = Shift(sp_floor(unit.layout, max_sp, captured or 0))
+        captured = captured_tokens(self.engine_core.vllm_config)
+        self.shift = Shift(sp_floor(unit.layout, max_sp, captured))
+        self.sizes = StepSizes(self._scheduler)
         self._in_flight: deque[InFlight] = deque()
         # A step whose sampling waits for the output of the step before it (grammars).
         self._deferred: InFlight | None = None
@@ -367,7 +366,7 @@ class VllmCore:
         if not self._scheduler.has_requests():
             return False
         self._carried.copy()
-        scheduled = self._scheduler.schedule()
+        scheduled = self.sizes.schedule()
         tokens = scheduled.total_num_scheduled_tokens
         if not tokens:
             # Nothing can run before a step in flight ends, blocks come free or a request arrives.
