@@ -57,7 +57,7 @@ def _by_group(rows: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
-    """Experts on CPUs by plain GEMMs, one expert after the other, in 16 or 32 bits or MXFP4.
+    """Experts on CPUs by plain GEMMs, one after the other, in 16 or 32 bits, FP8 blocks or MXFP4.
 
     vLLM's kernels for CPUs take packed weights, which no other layout could view. This class is
     for tests of layouts, which have no GPU; it is slower than they are.
@@ -147,8 +147,9 @@ def plain_experts(
         w13_bias: ``[experts, 2 * intermediate]``, in the order of ``w13``'s rows.
         w2_bias: ``[experts, hidden]``.
         w13_scale: ``[experts, 2 * intermediate, hidden / 32]`` if the weights are in MXFP4: then
-            the last dimension of ``w13`` and ``w2`` is half as long (see ``of_mxfp4``).
-        w2_scale: ``[experts, hidden, intermediate / 32]``.
+            the last dimension of ``w13`` and ``w2`` is half as long (see ``of_mxfp4``). If they are
+            in FP8, each of the two dimensions is divided by that of a block (see ``of_blocks``).
+        w2_scale: ``[experts, hidden, intermediate / 32]``; in FP8 likewise.
         in_turn: gate and up rows alternate, and the activation is GPT-OSS's (``SwigluOAIAndMul``).
     """
     output: torch.Tensor = torch.ops.shoal.plain_experts(
@@ -169,6 +170,18 @@ def of_mxfp4(packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     pairs = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
     values = torch.tensor(_E2M1)[pairs.int()].unflatten(1, (-1, MXFP4_BLOCK))
     return torch.ldexp(values, scales.int()[..., None] - _E8M0_BIAS).flatten(1)
+
+
+def of_blocks(weights: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return what FP8 weights stand for, in fp32: ``[rows, inputs]``.
+
+    Args:
+        weights: ``[rows, inputs]``, both of them multiples of a block's.
+        scales: ``[rows / rows of a block, inputs / inputs of a block]``.
+    """
+    rows, inputs = (size // of for size, of in zip(weights.shape, scales.shape, strict=True))
+    whole = scales.repeat_interleave(rows, dim=0).repeat_interleave(inputs, dim=1)
+    return weights.float() * whole
 
 
 @torch.library.register_fake(_OPERATOR)  # type: ignore[untyped-decorator]
@@ -209,7 +222,9 @@ def _linear(
     biases: torch.Tensor | None,
     expert: int,
 ) -> torch.Tensor:
-    weight = weights[expert] if scales is None else of_mxfp4(weights[expert], scales[expert])
+    weight = weights[expert]
+    if scales is not None:
+        weight = (of_mxfp4 if weight.dtype == torch.uint8 else of_blocks)(weight, scales[expert])
     bias = None if biases is None else biases[expert].to(x.dtype)
     return functional.linear(x, weight.to(x.dtype), bias)
 

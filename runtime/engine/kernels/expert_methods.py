@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_fp8 as compressed_tensors_fp8,
 )
-from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.online.fp8 import (
     Fp8PerBlockOnlineMoEMethod,
     Fp8PerTensorOnlineMoEMethod,
@@ -76,6 +76,8 @@ def fp8_experts(method: Any, *, views: bool) -> FusedMoEMethodBase:
     Raises:
         NotImplementedError: it is no method of FP8 experts, or has another kernel.
     """
+    if isinstance(method, PlainFp8Experts):
+        return ViewedFp8Experts(method) if views else method
     if type(method) not in _FP8:
         raise NotImplementedError(f"{type(method).__name__} weights are not supported")
     _check_backend(method.fp8_backend, Fp8MoeBackend.TRITON)
@@ -86,6 +88,31 @@ def fp8_experts(method: Any, *, views: bool) -> FusedMoEMethodBase:
 def _check_backend(found: Any, needed: Any) -> None:
     if found != needed:
         raise NotImplementedError(f"{found.value}, vLLM's kernel for these experts, packs them")
+
+
+class PlainFp8Experts(Fp8MoEMethod):  # type: ignore[misc]
+    """Experts in FP8 blocks on CPUs, which stay as the checkpoint has them.
+
+    vLLM's own kernel for CPUs packs them. This class is for tests of layouts, which have no GPU: it
+    computes experts by ``plain_experts``, from inputs that are not quantised.
+
+    Args:
+        config: vLLM's configuration of the checkpoint, with blocks.
+        layer: the routed experts.
+    """
+
+    def __init__(self, config: Fp8Config, layer: nn.Module) -> None:
+        FusedMoEMethodBase.__init__(self, layer.moe_config)
+        self.quant_config = config
+        self.weight_block_size = self.moe_block_shape = config.weight_block_size
+        self.block_quant, self.weight_scale_name = True, "weight_scale_inv"
+        self.weight_scale_refine = None
+        self.fp8_backend = Fp8MoeBackend.CPU  # of 16 bits for inputs
+        self.experts_cls = PlainExperts
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Make the kernel, and leave the weights as they are."""
+        self._init_moe_kernel(layer)
 
 
 class ViewedFp8Experts(FusedMoEMethodBase):  # type: ignore[misc]

@@ -146,6 +146,7 @@ SEAMS = (
     Seam(
         f"{_LAYERS}.quantization.fp8", "Fp8MoEMethod.get_fused_moe_quant_config", "expert_methods"
     ),
+    Seam(f"{_LAYERS}.quantization.fp8", "Fp8MoEMethod._init_moe_kernel", "expert_methods"),
     Seam(f"{_LAYERS}.fused_moe.experts.triton_moe", "TritonExperts.activation", "expert_kernels"),
     Seam(f"{_LAYERS}.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts", "expert_kernels"),
     Seam(f"{_LAYERS}.quantization.mxfp4", "GptOssMxfp4MoEMethod._setup_kernel", "mxfp4_experts"),

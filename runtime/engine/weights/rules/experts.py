@@ -23,9 +23,15 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+from vllm.platforms import current_platform
 
-from shoal.runtime.engine.kernels.expert_methods import InPlaceExperts, fp8_experts
+from shoal.runtime.engine.kernels.expert_methods import (
+    InPlaceExperts,
+    PlainFp8Experts,
+    fp8_experts,
+)
 from shoal.runtime.engine.kernels.mxfp4_experts import Mxfp4Experts, mxfp4_experts
 from shoal.runtime.engine.weights.rules.fused import regroup
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer, ShardRule
@@ -43,11 +49,15 @@ class ExpertsRule(ShardRule):
     def stock_method(
         self, inner: QuantizationConfig | None, layer: nn.Module, name: str
     ) -> QuantizeMethodBase | None:
-        """Return vLLM's method, or ours of experts in MXFP4: vLLM has none for most CPUs.
+        """Return vLLM's method, or ours of experts in MXFP4 and of FP8 blocks on CPUs.
+
+        vLLM has none for most CPUs, or one that packs the experts.
 
         Raises:
             UnviewableWeights: vLLM's kernel for experts in MXFP4 is not served.
         """
+        if isinstance(inner, Fp8Config) and inner.weight_block_size and current_platform.is_cpu():
+            return PlainFp8Experts(inner, layer)
         if not isinstance(inner, GptOssMxfp4Config):
             return super().stock_method(inner, layer, name)
         with named(name), _unviewable():
