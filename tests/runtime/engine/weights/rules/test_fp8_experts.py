@@ -17,12 +17,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w8a8_fp8 as compressed_tensors_module,
 )
-from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
 from vllm.model_executor.layers.quantization.online import fp8 as online_fp8
 from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
 
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.kernels.expert_kernels import GroupedTritonExperts
+from shoal.runtime.engine.weights.rules import experts
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.store import ResidentWeights
@@ -70,6 +71,7 @@ ONLINE = [name for name in FORMATS if "online" in name]
 def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM picks its Triton kernel, as it does on GPUs when it is told to."""
     without_groups(monkeypatch)
+    monkeypatch.setattr(experts, "PlainFp8Experts", Fp8MoEMethod)
     monkeypatch.setattr(vllm_ops, "scaled_fp8_quant", quantised)
     for module in (fp8_module, compressed_tensors_module, online_fp8):
         pick(monkeypatch, module, Fp8MoeBackend.TRITON)
