@@ -30,6 +30,7 @@ from shoal.policies.forecast import Forecast
 from shoal.policies.hindsight import (
     Hindsight,
     News,
+    Staying,
     TermsOf,
     begin,
     follow,
@@ -229,9 +230,9 @@ def _by_hindsight(
     if not near or early:
         return Plan(dispatches, memory=memory)
     stops = {c: forecast.whole_stop(c) for c in near}
-    memory = replace(memory, looked=snapshot.now)
+    memory, stays = replace(memory, looked=snapshot.now), Staying()
     worth = {
-        c: foreseen(seen, c, stop, terms, c in surge) - max(0.0, prices[c] - lead[c])
+        c: foreseen(seen, c, stop, terms, c in surge, stays) - max(0.0, prices[c] - lead[c])
         for c, stop in stops.items()
     }
     best = max(worth, key=worth.__getitem__)

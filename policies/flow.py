@@ -106,6 +106,8 @@ class UnitPace:
     """Tokens above which a step runs in SP; infinite if none does."""
     seats: float
     """Requests that the unit decodes at once."""
+    chunk: int = CHUNK_TOKENS
+    """Most prompt tokens of a step."""
 
     def added(self, tokens: float) -> Added:
         """Return what prompts add to a step of so many tokens, those of decodes included."""
@@ -159,7 +161,8 @@ def pace_of(snapshot: Snapshot, model: StepPredictor, layout: Layout, work: Work
     tp = added(Mode.TP)
     state = snapshot.layout(layout)
     seats = math.inf if state is None else state.seats(work.prompt + work.output / 2)
-    return UnitPace(steps, tp, tp if math.isinf(above) else added(Mode.SP), above, seats)
+    sp = tp if math.isinf(above) else added(Mode.SP)
+    return UnitPace(steps, tp, sp, above, seats, snapshot.chunk(layout))
 
 
 def flow(
@@ -182,8 +185,8 @@ def flow(
     decoding = work.decoding
     waiting = work.waiting + work.rate * stall
     tokens = work.tokens + work.rate * stall * work.prompt
-    chunk = min(work.prompt, CHUNK_TOKENS)
-    chunks = max(1.0, work.prompt / CHUNK_TOKENS)
+    chunk = min(work.prompt, pace.chunk)
+    chunks = max(1.0, work.prompt / pace.chunk)
     late = stall
     for tick in ticks:
         arriving = tick * work.rate_at(at + tick / 2)
@@ -229,11 +232,11 @@ def _steps(
         length = step + longer
         wait = (often * length * length + min(1.0, decoding) * step) / 2
         return length, step / (1 - often * longer), 1.0, wait
-    size = _size(added, step + fixed, rate, chunk)
+    size = min(_size(added, step + fixed, rate, chunk), pace.chunk)
     if pace.added(decoding + size) is not added:
         added = pace.sp
         fixed = added.fixed(decoding)
-        size = _size(added, step + fixed, rate, chunk)
+        size = min(_size(added, step + fixed, rate, chunk), pace.chunk)
     length = step + fixed + size * added.token
     busy = 1 - math.exp(-prompts)
     tpot = 1 / (busy / length + (1 - busy) / step)
@@ -244,4 +247,4 @@ def _size(added: Added, without: float, rate: float, chunk: float) -> float:
     """Return the prompt tokens of a step if every step has some; ``without`` is its other time."""
     slack = 1 - rate * added.token
     size = rate * without / slack if slack > 0 else math.inf
-    return min(max(size, chunk), CHUNK_TOKENS)
+    return max(size, chunk)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.policies.flow import (
-    CHUNK_TOKENS,
     FAR,
     NEAR_SECONDS,
     Moment,
@@ -181,10 +180,10 @@ class Forecast:
 
     def _step_seconds(self, unit: UnitState) -> float:
         context = round(self._work.prompt + self._work.output / 2)
-        running, prompts = max(1, unit.running), min(CHUNK_TOKENS, unit.prefill_tokens)
+        layout, running = unit.unit.layout, max(1, unit.running)
+        prompts = min(self._snapshot.chunk(layout), unit.prefill_tokens)
         before = round(self._work.prompt / 2) if prompts else 0
         batch = Batch(running, running * context, prompts, before)
-        layout = unit.unit.layout
         return self._model.step_seconds(layout, batch, self._snapshot.mode(layout, batch))
 
     def _copy_seconds(self, candidate: Partition, moved: Sequence[UnitState]) -> float:

@@ -16,10 +16,13 @@ from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import Mode, StepKind
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.partition import Partition
-from shoal.policies.values.snapshot import PoolRequest, Snapshot, StepPredictor
+from shoal.policies.values.snapshot import (
+    USUAL_STEP_TOKENS,
+    PoolRequest,
+    Snapshot,
+    StepPredictor,
+)
 
-CHUNK_TOKENS = 8192
-"""Limit of the tokens of one step: vLLM's usual bound."""
 LEAST_OUTPUTS = 16
 """So many outputs must have ended before lengths are drawn from theirs; until then, they are drawn
 as if outputs ended at random times.
@@ -97,7 +100,8 @@ def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]
             above=above.get(layout, inf),
             seats=256 if state is None else state.slots,
             tokens=inf if state is None else state.total_blocks * state.block_tokens,
-            chunk=CHUNK_TOKENS,
+            chunk=snapshot.step_tokens or USUAL_STEP_TOKENS,
+            mixed=snapshot.chunk(layout),
             prices=prices_of(snapshot, layout),
             output=snapshot.output_tokens,
         )
@@ -163,8 +167,17 @@ def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
     }
 
 
+Staying = dict[float, tuple[tuple[float, int], ...]]
+"""What ``_again`` says of the present layout, by ``length``."""
+
+
 def foreseen(
-    seen: Hindsight, to: Partition, stop: float, terms: TermsOf, surge: bool = False
+    seen: Hindsight,
+    to: Partition,
+    stop: float,
+    terms: TermsOf,
+    surge: bool = False,
+    stays: Staying | None = None,
 ) -> float:
     """Return the seconds of requests that a switch now will save if the latest requests come again.
 
@@ -180,7 +193,10 @@ def foreseen(
         terms: what units can do.
         surge: whether the latest requests are a surge (``surges``), of which nobody knows how long
             it will last.
+        stays: what the look at another candidate has found out of the present layout. What this
+            look finds out of it is added.
     """
+    stays = {} if stays is None else stays
     # Until the switch stops them, units go on with the steps that they have begun.
     until = seen.current.copy()
     until.advance(seen.at + stop, terms)
@@ -188,11 +204,14 @@ def foreseen(
     there = fork((unit.layout for unit in to), present(until), begin, terms)
     so_far, worth = until.spent(begin), 0.0
     for probability, length in SURGE_LENGTHS if surge else ((1.0, 1.0),):
-        stays = _again(seen, seen.current.copy(), terms, length)
+        if length not in stays:
+            stays[length] = tuple(_again(seen, seen.current.copy(), terms, length))
         goes = _again(seen, there.copy(), terms, length)
         worth += probability * max(
             without - so_far - spent - (stop * back if horizon < HORIZONS[-1] else 0.0)
-            for horizon, (without, _), (spent, back) in zip(HORIZONS, stays, goes, strict=True)
+            for horizon, (without, _), (spent, back) in zip(
+                HORIZONS, stays[length], goes, strict=True
+            )
         )
     return worth
 
@@ -209,7 +228,7 @@ def _again(
     for horizon in HORIZONS:
         while job is not None and at < seen.at + horizon:
             shadow.advance(at, terms)
-            shadow.put(job._replace(start=at, key=""), terms)
+            shadow.put(Job(at, job.new, job.prompt, job.output), terms)
             at, job = next(coming, (inf, None))
         yield shadow.all_in_all(terms), shadow.requests
 

@@ -77,6 +77,8 @@ class Terms(NamedTuple):
     """Tokens that its KV cache holds."""
     chunk: int
     """Most tokens of a step."""
+    mixed: int
+    """Most tokens of prompts, where others decode."""
     prices: Prices
     output: float = 0.0
     """Tokens of the mean output."""
@@ -209,10 +211,10 @@ class Queue:
 
     def _decodes(self, until: float, terms: Terms) -> None:
         count = len(self.running)
-        seconds = terms.decode.step(count, self.context, self.context)
         steps = self.running[0].end - self.steps
-        if until < inf:
-            steps = min(steps, ceil((until - self.clock) / seconds))
+        if until < inf or steps <= 1:
+            seconds = terms.decode.step(count, self.context, self.context)
+            steps = min(steps, ceil((until - self.clock) / seconds)) if until < inf else steps
         if steps > 1:
             context = self.context + count * (steps - 1) / 2
             seconds = terms.decode.step(count, context, context)
@@ -233,7 +235,7 @@ class Queue:
     def _prompts(self, terms: Terms) -> None:
         """Compute a step that has as many tokens of waiting prompts as find room."""
         decodes = len(self.running)
-        budget = max(1, terms.chunk - decodes)
+        budget = max(1, min(terms.chunk - decodes, terms.mixed if decodes else terms.chunk))
         space = terms.tokens - self.context if decodes else inf
         tokens, pairs, done = 0, 0.0, 0
         for job in self.waiting[: terms.seats - decodes]:
@@ -272,13 +274,13 @@ class Queue:
 
         It also waits for the present step, which may compute prompts of some of ``running``.
         """
-        prices, output = terms.prices, terms.output
+        prompt, read = terms.prices.prompt, terms.prices.read
+        output, queued = terms.output, self.queued
         others = len(self.waiting) + len(self.running)
-        step = max(0.0, self.clock - job.start)
-        base = step + self.queued * prices.prompt
-        base += output * (self.context + self.queued) * prices.read
-        read = others * output / 2 * prices.read
-        return base + (1 + others) * job.new * prices.prompt + read * job.prompt
+        step = self.clock - job.start
+        base = (step if step > 0.0 else 0.0) + queued * prompt
+        base += output * (self.context + queued) * read
+        return base + (1 + others) * job.new * prompt + others * output / 2 * read * job.prompt
 
 
 @dataclass(slots=True)
@@ -299,9 +301,11 @@ class Shadow:
 
     def put(self, job: Job, terms: Mapping[Layout, Terms]) -> None:
         """Send a request to the unit where it costs least."""
-        best = self.queues[0]
-        if len(self.queues) > 1:
-            best = min(self.queues, key=lambda one: one.cost(job, terms[one.layout]))
+        best, least = self.queues[0], inf
+        for queue in self.queues if len(self.queues) > 1 else ():
+            cost = queue.cost(job, terms[queue.layout])
+            if cost < least:
+                best, least = queue, cost
         best.put(job)
 
     def expect(self, key: str, output: int, terms: Mapping[Layout, Terms], *, known: bool) -> None:

@@ -16,10 +16,7 @@ from shoal.policies.static import with_singles
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
-from shoal.policies.values.snapshot import Snapshot, StepPredictor
-
-USUAL_STEP_TOKENS = 8192
-"""Most tokens of a step if nobody says how many."""
+from shoal.policies.values.snapshot import USUAL_STEP_TOKENS, Snapshot, StepPredictor
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +78,11 @@ def full_unit(
         work: the mean request.
         taken: seats of requests that do not decode here.
     """
-    most = work.output / work.prompt * work.step_tokens
+    limit = snapshot.chunk(layout)
+    most = work.output / work.prompt * limit
     seats = max(1.0, min(_seats(snapshot, layout, work) - taken, most))
-    chunk = max(1.0, min(work.prompt * max(1.0, seats / work.output), work.step_tokens - seats))
+    room = min(work.step_tokens - seats, limit)
+    chunk = max(1.0, min(work.prompt * max(1.0, seats / work.output), room))
     steps = work.prompt / chunk
     decodes = max(1.0, min(seats, work.output / steps))
     only = _decoding(decodes, work)

@@ -18,6 +18,8 @@ NORMAL_PRIORITY = 0
 """The priority of requests that do not name one; lower numbers are urgent."""
 SMOOTHING_SECONDS = 2.0
 """Time constant of the smoothed figures."""
+USUAL_STEP_TOKENS = 8192
+"""Most tokens of a step if nobody says how many: vLLM's usual bound."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 1000.0, 200.0
 """Assumed lengths of a request before any has ended."""
 
@@ -116,6 +118,8 @@ class LayoutState:
     group_limits: tuple[int, ...] = ONE_GROUP
     """For each KV group of the model's layers the most blocks that a request takes of it; 0: as
     many as its tokens need (``kv_need.blocks_for``)."""
+    mixed_tokens: int = 0
+    """Most prompt tokens of a step in which requests decode; 0: as many as of any step."""
 
     @property
     def longest(self) -> int:
@@ -144,7 +148,7 @@ class StepPredictor(Protocol):
     """What policies may ask of the cost model (``policies.cost``); it may have further methods."""
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
-        """Return the predicted seconds of a step of a unit in this layout."""
+        """Return the predicted seconds of a step of a unit, for each token that its decodes get."""
 
     def pace(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Pace:
         """Return the predicted times of all steps of one layout, kind and mode."""
@@ -295,6 +299,11 @@ class Snapshot:
     def layout(self, layout: Layout) -> LayoutState | None:
         """Return what a unit of this layout can take; None if the layout is unknown."""
         return next((state for state in self.layouts if state.layout == layout), None)
+
+    def chunk(self, layout: Layout) -> int:
+        """Return the most prompt tokens of a unit's step in which requests decode."""
+        most, state = self.step_tokens or USUAL_STEP_TOKENS, self.layout(layout)
+        return min(most, state.mixed_tokens or most) if state is not None else most
 
     def mode(self, layout: Layout, batch: Batch) -> Mode:
         """Return the mode in which a unit of this layout runs a step."""

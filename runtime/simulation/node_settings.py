@@ -6,7 +6,13 @@ from shoal.policies.cost.correction import Correction
 from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
 from shoal.policies.values.layouts import DP, Layout
 from shoal.policies.values.snapshot import Target
-from shoal.runtime.config import PRECOPY_TOKENS, QUEUED_AHEAD, FakeSettings, NodeConfig
+from shoal.runtime.config import (
+    MIXED_STEP_TOKENS,
+    PRECOPY_TOKENS,
+    QUEUED_AHEAD,
+    FakeSettings,
+    NodeConfig,
+)
 from shoal.runtime.engine.fake.step_times import StepTimes
 from shoal.runtime.simulation.shape_files import (
     BLOCK_TOKENS,
@@ -44,6 +50,7 @@ class Node:
         seed: the node's seed.
         queued_ahead: requests that a unit gets beyond its full batch.
         precopy_tokens: see ``NodeConfig``.
+        mixed_step_tokens: see ``NodeConfig``.
         max_sp: largest degree of SP.
         share_weights: how many engines share the MLPs' weights at the start.
         move_memory: see ``NodeConfig``.
@@ -68,6 +75,7 @@ class Node:
     seed: int = 0
     queued_ahead: int = QUEUED_AHEAD
     precopy_tokens: int = PRECOPY_TOKENS
+    mixed_step_tokens: int = MIXED_STEP_TOKENS
     max_sp: int = 1
     share_weights: int = 1
     move_memory: bool = False
@@ -119,6 +127,7 @@ class Node:
             seed=self.seed,
             queued_ahead=self.queued_ahead,
             precopy_tokens=self.precopy_tokens,
+            mixed_step_tokens=self.mixed_step_tokens,
             max_sp=self.max_sp,
             share_weights=self.share_weights,
             move_memory=self.move_memory,

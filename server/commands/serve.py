@@ -250,6 +250,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         prepare_timeout_seconds=args.prepare_timeout,
         switch_wait_seconds=args.switch_wait,
         precopy_tokens=args.precopy_tokens,
+        mixed_step_tokens=args.mixed_step_tokens,
         carry_path=args.carry_path,
         rebalance=args.rebalance,
         max_retries=args.max_retries,

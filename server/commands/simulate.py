@@ -32,6 +32,7 @@ from shoal.server.commands.command_parser import CommandParser
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
 from shoal.server.number_options import check_at_least
+from shoal.server.options.mixed_step_option import add_mixed_option
 from shoal.server.options.sharing_options import add_sharing_options, check_share
 from shoal.server.options.shift_options import add_shift_options, check_shift
 from shoal.server.options.urgent_options import add_urgent_option, check_urgent
@@ -106,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         help="size of the largest CUDA graph: a step in SP batches more tokens, whatever the "
         "threshold (default: %(default)s)",
     )
+    add_mixed_option(parser)
     add_shift_options(parser, automatic=False)
     add_sharing_options(parser, automatic=False)
     add_target_option(parser)
@@ -168,7 +170,7 @@ def _node(
     if args.layout is not None and [*policies] != ["manual"]:
         raise UserError("--layout is for --policy manual: the other policies decide the layout")
     check_at_least(args, 1, "max_num_seqs", "max_num_batched_tokens")
-    check_at_least(args, 0, "captured_tokens")
+    check_at_least(args, 0, "captured_tokens", "mixed_step_tokens")
     check_shift(args, policies, max_group)
     check_share(args.share_weights, args.engines)
     check_urgent(args, policies, args.engines, max_group)
@@ -188,6 +190,7 @@ def _node(
         layout=_layout(args.layout, max_group, args.max_pp),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        mixed_step_tokens=args.mixed_step_tokens,
         targets=tuple(Target(o.priority, o.ttft, o.tpot) for o in objectives),
         urgent_engines=args.urgent_engines,
         seed=args.seed,

@@ -34,6 +34,7 @@ from shoal.server.number_options import add_number, check_at_least, check_positi
 from shoal.server.options.adapter_options import check_adapters
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
 from shoal.server.options.fit_options import add_fit_options, check_fit_options
+from shoal.server.options.mixed_step_option import add_mixed_option
 from shoal.server.options.policy_options import add_policy_option
 from shoal.server.options.pool_options import add_pool_options, check_pool_options
 from shoal.server.options.promise_options import (
@@ -141,6 +142,7 @@ def _add_switch_options(group: argparse._ArgumentGroup) -> None:
         help="a switch copies the KV of running requests ahead, while they go on, if they have so "
         "many tokens together and prefixes are cached; 0: no switch does (default: %(default)s)",
     )
+    add_mixed_option(group)
     group.add_argument(
         "--carry-path",
         type=one_of(CarryPath),
@@ -283,7 +285,7 @@ def check_shoal_options(args: Namespace) -> None:
         if value is not None and value not in ENGINE_COUNTS:
             raise UserError(f"{flag_of(name)} {value}: it must be one of 1, 2, 4, 8")
     check_positive(args, "prepare_timeout")
-    check_at_least(args, 0, "switch_wait", "precopy_tokens", "fake_step_ms")
+    check_at_least(args, 0, "switch_wait", "precopy_tokens", "mixed_step_tokens", "fake_step_ms")
     check_at_least(args, 1, "api_server_count")
     check_pool_options(args)
     check_bounds_options(args)

@@ -11,6 +11,7 @@ from shoal.policies.hindsight import (
     AGAIN_SECONDS,
     HORIZONS,
     SURGE_BEFORE,
+    SURGE_LENGTHS,
     Hindsight,
     _mirrored,
     foreseen,
@@ -41,7 +42,7 @@ def terms(layout: Layout) -> Terms:
         overhead=0.004 if grouped else 0.01,
     )
     free = Pace(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.001)
-    return Terms(pace, free, free, inf, 256, 1e9, 8192, Prices(1e-6, 1e-9), 100.0)
+    return Terms(pace, free, free, inf, 256, 1e9, 8192, 8192, Prices(1e-6, 1e-9), 100.0)
 
 
 TERMS = {layout: terms(layout) for layout in (Layout(), Layout(2))}
@@ -153,3 +154,23 @@ def test_a_surge_of_unknown_length_is_worth_a_switch_before_it_has_lasted() -> N
     known, unknown = (foreseen(at_first, SINGLES, 0.02, TERMS, surge) for surge in (False, True))
     assert known < unknown
     assert foreseen(later, SINGLES, 0.02, TERMS, True) > unknown
+
+
+def test_what_staying_costs_is_found_out_once_for_all_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And each candidate is worth, to the last bit, what it is worth alone."""
+    surge, stays = after(QUIET, 0.3, 140), hindsight.Staying()
+    stops = (0.02, 0.2)
+    alone_each = [foreseen(surge, SINGLES, stop, TERMS, True) for stop in stops]
+    shared = [foreseen(surge, SINGLES, stop, TERMS, True, stays) for stop in stops]
+    assert shared == alone_each
+    assert stays.keys() == {length for _, length in SURGE_LENGTHS}
+    # It is really used: where staying takes no time, nothing is worth a switch.
+    none = {length: tuple((0.0, 0) for _ in HORIZONS) for length in stays}
+    assert foreseen(surge, SINGLES, 0.02, TERMS, True, none) < 0 < shared[0]
+    looks = []
+    again = hindsight._again
+    monkeypatch.setattr(hindsight, "_again", lambda *args: looks.append(args) or again(*args))
+    foreseen(surge, SINGLES, 0.02, TERMS, True, stays)
+    assert len(looks) == len(SURGE_LENGTHS), "only what leaving costs"

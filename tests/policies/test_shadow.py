@@ -23,7 +23,7 @@ PACE = Pace(
     overhead=0.0,
 )
 """Every step takes 10 ms."""
-TERMS = Terms(PACE, PACE, PACE, inf, 16, 1e6, 8192, Prices(1e-5, 1e-9), 100.0)
+TERMS = Terms(PACE, PACE, PACE, inf, 16, 1e6, 8192, 8192, Prices(1e-5, 1e-9), 100.0)
 ALL = {DP: TERMS}
 
 
@@ -131,3 +131,25 @@ def test_what_waits_in_several_units_goes_on_in_the_order_of_arrival() -> None:
             queue.put(Job(at, 100, 100, 5, f"at {at}"))
     (one,) = fork([DP], present(two), 0.5, ALL).queues
     assert [job.key for job in one.waiting] == ["at 0.1", "at 0.2", "at 0.3", "at 0.4"]
+
+
+@pytest.mark.parametrize(("mixed", "steps"), [(8192, 1), (2048, 4), (1000, 9)])
+def test_beside_decodes_a_step_computes_as_much_of_prompts_as_the_node_does(
+    mixed: int, steps: int
+) -> None:
+    """A request that decodes gets a token in each of these steps."""
+    terms = {DP: TERMS._replace(chunk=8192 + 1, mixed=mixed)}
+    one = shadow(Job(0.0, 10, 10, 1000))
+    one.advance(STEP, terms)
+    one.put(Job(0.0, 8192, 8192, 1000), terms)
+    (queue,) = one.queues
+    while queue.waiting:
+        one.advance(queue.clock + STEP / 2, terms)
+    assert queue.steps == 1 + steps
+
+
+def test_where_nothing_decodes_it_computes_a_whole_step() -> None:
+    terms = {DP: TERMS._replace(mixed=16)}
+    one = shadow(Job(0.0, 8192, 8192, 10))
+    one.advance(STEP / 2, terms)
+    assert (one.queues[0].steps, one.queues[0].waiting) == (1, [])

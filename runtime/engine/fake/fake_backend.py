@@ -15,6 +15,7 @@ from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
 from shoal.runtime.engine.agent.interface import RunnerDied
+from shoal.runtime.engine.agent.mixed_steps import mixed_limit
 from shoal.runtime.engine.agent.step_mode import sp_floor
 from shoal.runtime.engine.fake.fake_core import FakeCore, OnStart, Surroundings
 from shoal.runtime.engine.fake.fake_group_core import FakeGroupCore
@@ -83,9 +84,7 @@ class FakeBackend:
         )
         self.engine = engine
         self.num_blocks = settings.num_blocks
-        self._limits = {
-            layout: _limits(settings, layout, config.max_sp) for layout in config.layouts
-        }
+        self._limits = {layout: _limits(settings, layout, config) for layout in config.layouts}
         self.layouts: Sequence[LayoutLimits] = list(self._limits.values())
         self.ready_response = _ready_response(settings, engine)
         self.attached: Unit | None = None
@@ -222,14 +221,15 @@ def _shares(settings: FakeSettings, share: int) -> Shares:
     return Shares({1: settings.whole_blocks, share: settings.num_blocks})
 
 
-def _limits(settings: FakeSettings, layout: Layout, max_sp: int) -> LayoutLimits:
+def _limits(settings: FakeSettings, layout: Layout, config: NodeConfig) -> LayoutLimits:
     block_tokens = settings.kv_geometry.block(layout).tokens
     return LayoutLimits(
         layout=layout,
         block_tokens=block_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(settings.max_model_len, settings.num_blocks * block_tokens),
-        sp_floor=sp_floor(layout, max_sp, settings.captured_tokens),
+        sp_floor=sp_floor(layout, config.max_sp, settings.captured_tokens),
+        mixed_tokens=mixed_limit(layout, config.mixed_step_tokens),
     )
 
 

@@ -179,7 +179,7 @@ class FakeScheduler:
             request was preempted for others, or came too late.
         """
         batch: Batch = []
-        budget = self._budget
+        budget = self._tokens()
         preempted = late = False
         number = 0
         while number < len(self.running) and budget > 0:
@@ -210,6 +210,12 @@ class FakeScheduler:
                 request.hits = request.computed
             budget -= self._compute(request, budget, batch)
         return batch, preempted or late
+
+    def _tokens(self) -> int:
+        """Return the most tokens of the next step, as ``StepSizes`` does for vLLM's scheduler."""
+        limit = self._limits.mixed_tokens
+        decodes = sum(one.scheduled >= one.tokens - 1 for one in self.running) if limit else 0
+        return min(self._budget, limit + decodes) if decodes else self._budget
 
     def _compute(self, request: FakeRequest, budget: int, batch: Batch) -> int:
         """Add a request to the next step; return how many of its tokens that computes."""

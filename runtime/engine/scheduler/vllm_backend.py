@@ -21,6 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
+from shoal.runtime.engine.agent.mixed_steps import mixed_limit
 from shoal.runtime.engine.layouts.adapters import adapter_requests
 from shoal.runtime.engine.layouts.engine_config import engine_config
 from shoal.runtime.engine.link import instructions
@@ -140,6 +141,7 @@ class VllmBackend:
         UnitExecutor.connect(channel, answers)
         try:
             core = kind(unit, config, log_stats=self._log_stats, max_sp=node.max_sp)
+            core.sizes.bound(mixed_limit(unit.layout, node.mixed_step_tokens))
         finally:
             channel.send(instructions.Detach(instructions.STARTUP_EPOCH))
         if unit.layout == node.layouts[-1] and not node.vllm.takes_what_fits:
@@ -197,6 +199,7 @@ class VllmBackend:
                 max_model_len=core.engine_core.vllm_config.model_config.max_model_len,
                 sp_floor=core.shift.floor,
                 group_limits=core.group_limits,
+                mixed_tokens=core.sizes.limit,
             )
             for unit, core in self.cores.items()
         ]

@@ -18,6 +18,8 @@ class LayoutLimits(msgspec.Struct, frozen=True):
     """A step in SP batches more tokens than this; None: this layout has no SP."""
     group_limits: tuple[int, ...] = ONE_GROUP
     """For each KV group the most blocks that a request takes of it; 0: no limit."""
+    mixed_tokens: int = 0
+    """Most prompt tokens of a step in which requests decode; 0: as many as of any step."""
 
     def blocks(self, tokens: int) -> int:
         """Return how many KV blocks a request of so many tokens takes."""

@@ -11,6 +11,7 @@ from shoal.runtime.config import (
     MAX_HELD_BYTES,
     MAX_WAITING_REQUESTS,
     MAX_WAITING_TOKENS,
+    MIXED_STEP_TOKENS,
     PRECOPY_TOKENS,
     CarryPath,
 )
@@ -324,6 +325,13 @@ def test_kv_is_copied_ahead_from_a_number_of_tokens_on() -> None:
     check(parsed("--precopy-tokens", "0"))
     assert parsed().carry_path is CarryPath.AUTO
     assert parsed("--carry-path", "host").carry_path is CarryPath.HOST
+
+
+def test_steps_in_which_requests_decode_have_a_limit_of_their_own_or_none() -> None:
+    with pytest.raises(UserError, match="--mixed-step-tokens -1"):
+        check(parsed("--mixed-step-tokens", "-1"))
+    assert parsed().mixed_step_tokens == MIXED_STEP_TOKENS
+    check(parsed("--mixed-step-tokens", "0"))
 
 
 def test_fake_settings_follow_the_options() -> None:

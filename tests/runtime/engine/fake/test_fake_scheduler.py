@@ -1,5 +1,6 @@
 """What the fake engine's next step computes, and how many blocks that takes."""
 
+import msgspec
 import pytest
 
 from shoal.policies.values.layouts import DP
@@ -54,6 +55,21 @@ def test_a_step_computes_decodes_first_and_then_as_much_of_prompts_as_it_may(
     compute(scheduler)
     scheduler.add(request("b", 20))
     assert shares(scheduler) == {"a": 1, "b": 15}
+
+
+def test_beside_decodes_it_computes_less_of_prompts_where_the_layout_says_so() -> None:
+    limits = msgspec.structs.replace(LIMITS, mixed_tokens=6)
+    scheduler = FakeScheduler(limits, SETTINGS, FakeBlocks(range(1, 11)), ManualClock())
+    scheduler.add(request("b", 20))
+    assert shares(scheduler) == {"b": 16}, "nothing decodes"
+    scheduler.remove(["b"])
+    scheduler.add(request("a", 4))
+    compute(scheduler)
+    scheduler.add(request("b", 20))
+    for share in (6, 6, 6, 2):
+        assert shares(scheduler) == {"a": 1, "b": share}
+        compute(scheduler)
+    assert shares(scheduler) == {"a": 1, "b": 1}
 
 
 def test_the_latest_makes_room_and_is_the_next_to_start(scheduler: FakeScheduler) -> None:
