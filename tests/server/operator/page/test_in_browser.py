@@ -5,6 +5,7 @@ import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,27 @@ async def test_it_fits_a_phone_and_follows_the_colours(tab: Page, dark: bool) ->
     assert await tab.value("document.documentElement.scrollWidth") == 360
     ground = await tab.value("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, ground[4:-1].split(","))) < 3 * 64) is dark
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1200, 2), (800, 1), (360, 1)])
+async def test_cards_are_in_the_order_of_reading_and_share_columns(
+    tab: Page, width: int, columns: int
+) -> None:
+    await tab.show(Look(width=width))
+    await tab.until(f"innerWidth === {width}")
+    boxes = await tab.value(
+        """[...document.querySelectorAll('.cards .card')].map((card) => {
+          const { left, top, bottom } = card.getBoundingClientRect();
+          return [left, top, bottom];
+        })"""
+    )
+    assert len({left for left, *_ in boxes}) == columns
+    assert boxes == sorted(boxes, key=lambda box: (box[1], box[0]))
+    for left in {left for left, *_ in boxes}:
+        column = [box for box in boxes if box[0] == left]
+        for (_, _, bottom), (_, top, _) in pairwise(column):
+            assert bottom < top
+            assert columns > 1 or top - bottom < 20, "there is no gap but the usual one"
 
 
 # --- whom it does not serve ---
