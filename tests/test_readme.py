@@ -5,8 +5,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+
+from shoal.loadgen.curves import Timeline
+from shoal.loadgen.plot import draw_overview
+from shoal.loadgen.summary import Record
+from shoal.loadgen.workload import Phase
+from shoal.server.options.serve_options import DEFAULT_PORT
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -53,6 +60,11 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
+def commands(text: str) -> list[str]:
+    """Return the commands of the first screen, in their order."""
+    return [line.strip() for line in text.partition("\n## ")[0].splitlines() if line[:4] == "    "]
+
+
 def table(text: str) -> list[list[str]]:
     """Return the rows of the table below "Beside stock vLLM" without its head."""
     section = text.partition("## Beside stock vLLM")[2].partition("\n## ")[0]
@@ -75,6 +87,29 @@ def test_it_has_all_parts_in_their_order() -> None:
     first = README.partition("\n\n")[2].partition("\n\n")[0]
     assert first.count(".") == 1, "it begins with one sentence"
     assert all(name in README.partition("## Others")[2] for name in COMPARED)
+
+
+def test_what_the_first_command_costs_stands_there_as_it_is_typed() -> None:
+    first, *others = commands(README)
+    assert len(others) == 2
+    row = rf"^\| `{re.escape(first)}` \| [\d.]+ GB \| [\d.]+ GB \| \d+ s \|$"
+    assert re.search(row, README, re.MULTILINE)
+    assert f"http://127.0.0.1:{DEFAULT_PORT + 1}/" in README.partition("\n## ")[0]
+
+
+def words_of(svg: str) -> set[str]:
+    """Return what a picture says beside numbers."""
+    texts = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    return {text.text for text in texts if text.text and re.search("[a-z]", text.text)}
+
+
+def test_its_first_picture_is_one_of_layouts_over_time_as_a_report_draws_them() -> None:
+    name = README.partition("![Layouts")[2].partition("(")[2].partition(")")[0]
+    record = Record(0.0, 0.1, 1.0, 2.0, 5, finished=True, phase=Phase.BURST)
+    run = Timeline("one", [record], {1: 5.0}, [(0.0, [[0], [1]]), (1.0, [[0, 1]])])
+    report = words_of(draw_overview("a run", [run])) - {"a run"}
+    assert {"layout", "engine 0", "engine 1"} <= report
+    assert report <= words_of((ROOT / name).read_text("utf-8"))
 
 
 @pytest.mark.parametrize("part", ORDER)
@@ -123,14 +158,8 @@ def said_of_the_lost_loads(results: Results) -> list[str]:
     ]
 
 
-def said_of_three_loads(results: Results) -> list[str]:
-    """Return the same of the earlier run."""
-    ahead = sorted(-percent for percent in later(results, "shoal", "stock-dp", "stock-tp"))
-    return [f"Shoal was {ahead[0]:.0f} to {ahead[-1]:.0f} % ahead"]
-
-
 def said_of_one_gpu(results: Results) -> list[str]:
-    """Return the same of the run on one GPU."""
+    """Return what it must say of the run on one GPU."""
     percents = sorted(later(results, "shoal", "stock-dp"))
     between = f"between {-percents[0]:.1f} % shorter and {percents[-1]:.0f} % longer"
     return [f"on three traces the mean request was {between} than with stock vLLM"]
@@ -153,7 +182,6 @@ def said_of_an_idle_switch(results: Results) -> list[str]:
 
 DERIVED: tuple[tuple[str, Callable[[Results], list[str]]], ...] = (
     ("2xh100-traffic-c", said_of_four_loads),
-    ("2xh100-traffic", said_of_three_loads),
     ("1xh200", said_of_one_gpu),
     ("2xh200-h", said_of_the_lost_loads),
     ("2xh200-h", said_of_a_carry),

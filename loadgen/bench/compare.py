@@ -18,7 +18,12 @@ from shoal.loadgen.bench import comparison_tables, system_info
 from shoal.loadgen.bench.campaign import OF_RECORDINGS, Campaign, say
 from shoal.loadgen.bench.carry_measure import CARRY
 from shoal.loadgen.bench.comparison_results import Results, ResultsFile
-from shoal.loadgen.bench.dummy_model import built_in_shapes, read_shape, write_model
+from shoal.loadgen.bench.dummy_model import (
+    built_in_shapes,
+    has_experts,
+    read_shape,
+    write_model,
+)
 from shoal.loadgen.bench.measures import IN_LAYOUTS, OF_SWITCHES, Sizes
 from shoal.loadgen.bench.modes import MODES
 from shoal.loadgen.bench.open_loop_workloads import MADE_UP, TRACE, WORKLOADS, trace_cut
@@ -86,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         results.add_workload(name, about)
     file.write(results)
     campaign = Campaign(
-        systems=_chosen(args, _systems(args, settings, measures)),
+        systems=_chosen(args, _systems(args, settings, measures, has_experts(config))),
         measures=measures,
         workloads=workloads,
         policy=args.policy,
@@ -257,10 +262,9 @@ def _add_rate_options(group: Any) -> None:
     )
     add(
         "--rate-request",
-        type=_integers,
-        default=(8000, 250),
+        default="8000,250",
         metavar="PROMPT,OUTPUT",
-        help="tokens of every request (default: 8000,250)",
+        help="tokens of every request, or LOW:HIGH of each (default: %(default)s)",
     )
     add(
         "--policies",
@@ -377,9 +381,11 @@ def _of_workload(given: Mapping[str, float], name: str, default: float) -> float
     return given.get(name, given.get("", default))
 
 
-def _systems(args: Namespace, settings: Settings, measures: Sequence[str]) -> list[System]:
+def _systems(
+    args: Namespace, settings: Settings, measures: Sequence[str], experts: bool
+) -> list[System]:
     check_model = str(args.check_model) if args.check_model else None
-    found = all_systems(settings, str(args.out / "model"), check_model)
+    found = all_systems(settings, str(args.out / "model"), check_model, experts=experts)
     if not set(OF_RECORDINGS).intersection(measures):
         return found
     directory = (args.out / "recordings").absolute()

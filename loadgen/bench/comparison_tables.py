@@ -16,7 +16,14 @@ from shoal.loadgen.bench.modes import MODES
 from shoal.loadgen.bench.rates_tables import rates_table
 from shoal.loadgen.bench.serving_tables import serving_sections
 from shoal.loadgen.bench.switch_tables import switch_table
-from shoal.loadgen.bench.systems import COMPARED, SHOAL, STOCK_BETWEEN, STOCK_DP, STOCK_TP
+from shoal.loadgen.bench.systems import (
+    COMPARED,
+    SHOAL,
+    STOCK_BETWEEN,
+    STOCK_DP,
+    STOCK_EP,
+    STOCK_TP,
+)
 
 Figure = float | None
 Show = Callable[[Figure], str]
@@ -50,6 +57,7 @@ def markdown(results: Results) -> str:
         _head(results),
         _section("Beside stock vLLM", _stock_table(results)),
         _section("Beside stock vLLM, by degree of TP", _degree_table(results)),
+        _section("Beside stock vLLM with whole experts on each GPU", _experts_table(results)),
         _section("Memory per GPU, GiB", memory_tables(results)),
         _section("Start-up", _startup_table(results)),
         _section("What vLLM chose", _choices_table(results)),
@@ -110,6 +118,24 @@ def _degree_table(results: Results) -> list[str]:
                 line = (show(figure) for figure in figures)
                 body.append([f"TP{degree}: {name}", *line, compare(figures[1], figures[0])])
     return rows(["", "stock", "Shoal", "Shoal beside stock"], body) if body else []
+
+
+def _experts_table(results: Results) -> list[str]:
+    """Return Shoal's widest layout beside stock TP and stock EP, and beside the better of them."""
+    if STOCK_EP not in results.systems:
+        return []
+    engines = results.settings.engines
+    body = []
+    for name, path, show, compare in _measured(results):
+        tp, ep, shoal = (
+            _figure(results, system, f"tp{engines}", path) for system in (STOCK_TP, STOCK_EP, SHOAL)
+        )
+        if any(figure is not None for figure in (tp, ep, shoal)):
+            known = [figure for figure in (tp, ep) if figure is not None]
+            best = (max if compare is more else min)(known) if known else None
+            body.append([name, *map(show, (tp, ep, shoal)), compare(shoal, best)])
+    head = ["", f"stock TP{engines}", f"stock EP{engines}", f"Shoal TP{engines}"]
+    return rows([*head, "Shoal beside the better"], body) if body else []
 
 
 def stock_rows(results: Results) -> Iterator[Row]:

@@ -11,6 +11,8 @@ from shoal.server.errors import UserError
 _SHAPES = Path(__file__).parent / "shapes"
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FP8_BYTES = 1
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How the families' configurations name the number of experts."""
 _SPECIAL_TOKENS = ("<s>", "</s>")
 _SPACE = "\u0120"
 """The space, as byte-level tokenizers write it."""
@@ -59,6 +61,11 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
     bos, eos = _SPECIAL_TOKENS
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
     (directory / "tokenizer_config.json").write_text(json.dumps(names) + "\n")
+
+
+def has_experts(config: dict[str, Any]) -> bool:
+    """Return whether a router chooses among experts in the model of this ``config.json``."""
+    return any(config.get(key, 0) > 1 for key in _EXPERT_COUNTS)
 
 
 def kv_bytes_per_token(config: dict[str, Any], cache_dtype: str = "auto") -> int:

@@ -17,7 +17,7 @@ from shoal.loadgen.bench.carry_measure import CARRY
 from shoal.loadgen.bench.comparison_results import Results
 from shoal.loadgen.bench.modes import MODES
 from shoal.loadgen.bench.steps import MESSAGES, table
-from shoal.loadgen.bench.systems import COMPARED, SHOAL, System
+from shoal.loadgen.bench.systems import COMPARED, SHOAL, STOCK_EP, System
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation import calibration
@@ -88,7 +88,7 @@ def samples_of(results: Results) -> Iterator[Sample]:
     # The mean tokens of a request between one half and seven eighths of its output, where TPOT is
     # measured (``decode_seconds``).
     context = tokens + tokens * 11 // 16
-    for name in COMPARED:
+    for name in (name for name in COMPARED if name != STOCK_EP):  # the model knows shares alone
         for layout, found in results.found(name, "decode").items():
             for count, figures in found.items():
                 batch = Batch(int(count), int(count) * context)

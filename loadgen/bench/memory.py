@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from shoal.loadgen.bench.comparison_results import Results, SystemResults
 from shoal.loadgen.bench.dummy_model import kv_bytes_per_token
 from shoal.loadgen.bench.system_info import GIB
-from shoal.loadgen.bench.systems import STOCK_BETWEEN, STOCK_TP
+from shoal.loadgen.bench.systems import STOCK_BETWEEN, STOCK_EP, STOCK_TP
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def gpu_memory(results: Results, system: str) -> GpuMemory | None:
     start, ready = kept.starts[-1], kept.memory.get("ready")
     # A GPU holds all KV bytes of a token in a layout of one engine, and its share in a wider one.
     degrees = {name: degree for degree, name in STOCK_BETWEEN.items()}
-    degree = results.settings.engines if system == STOCK_TP else degrees.get(system, 1)
+    degree = results.settings.engines if system in (STOCK_TP, STOCK_EP) else degrees.get(system, 1)
     tokens = kv_tokens(kept, degree)
     each = kv_bytes_per_token(results.config) / degree / GIB
     return GpuMemory(

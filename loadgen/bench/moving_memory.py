@@ -171,7 +171,9 @@ class Mover:
         wait()
         return Found(fill, use, back, wrong, stale)
 
-    def _timed(self, action: Callable[[], None], wait: Callable[[], object], clock: Clock) -> float:
+    def _timed(
+        self, action: Callable[[], object], wait: Callable[[], object], clock: Clock
+    ) -> float:
         self._member.settle()
         wait()
         began = clock()

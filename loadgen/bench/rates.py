@@ -95,17 +95,15 @@ def rate_name(rate: float) -> str:
     return f"{RATES} {rate:g}"
 
 
-def arrivals(rate: float, seconds: float, request: Sequence[int], seed: int) -> Workload:
-    """Return Poisson arrivals of equal requests, as ``shoal simulate --trace poisson`` makes them.
+def arrivals(rate: float, seconds: float, lengths: Lengths, seed: int) -> Workload:
+    """Return Poisson arrivals, as ``shoal simulate --trace poisson`` makes them.
 
     Args:
         rate: requests per second.
         seconds: the time after which no more requests come.
-        request: prompt and output tokens.
+        lengths: of the requests.
         seed: the same seed gives the same arrivals, only compressed in time at higher rates.
     """
-    prompt, output = request
-    lengths = Lengths((prompt, prompt), (output, output))
     return make_up("poisson", seed, seconds=seconds, lengths=lengths, rate=rate)
 
 
@@ -121,15 +119,14 @@ def read_sweep(args: Namespace) -> Sweep:
     Raises:
         UserError: the options do not go together, or do not fit those of the server.
     """
-    if len(args.rate_request) != 2:
-        raise UserError("--rate-request: it must be PROMPT,OUTPUT")
-    tokens = sum(args.rate_request)
+    lengths = _lengths(args.rate_request)
+    tokens = lengths.prompt[1] + lengths.output[1]
     if tokens > args.max_model_len:
         raise UserError(
             f"--rate-request: {tokens} tokens are more than --max-model-len {args.max_model_len}"
         )
     workloads = {
-        rate_name(rate): arrivals(rate, args.rate_seconds, args.rate_request, args.seed)
+        rate_name(rate): arrivals(rate, args.rate_seconds, lengths, args.seed)
         for rate in args.rates
     }
     for name, workload in workloads.items():
@@ -140,12 +137,34 @@ def read_sweep(args: Namespace) -> Sweep:
             "rate": rate,
             "seconds": args.rate_seconds,
             "seed": args.seed,
-            "request": list(args.rate_request),
+            "request": [_told(bounds) for bounds in (lengths.prompt, lengths.output)],
             "requests": len(workloads[rate_name(rate)].arrivals),
         }
         for rate in args.rates
     }
     return Sweep(workloads, args.policies, about=about)
+
+
+def _lengths(text: str) -> Lengths:
+    """Return the lengths that ``--rate-request`` says: a number or LOW:HIGH for each of the two.
+
+    Raises:
+        UserError: it says something else.
+    """
+    wrong = UserError(f"--rate-request {text}: it must be PROMPT,OUTPUT, each N or LOW:HIGH")
+    try:
+        bounds = [tuple(map(int, part.split(":"))) for part in text.split(",")]
+    except ValueError:
+        raise wrong from None
+    pairs = [(each[0], each[-1]) for each in bounds if len(each) <= 2]
+    if not len(pairs) == len(bounds) == 2 or any(not 0 < low <= high for low, high in pairs):
+        raise wrong
+    return Lengths(*pairs)
+
+
+def _told(bounds: tuple[int, int]) -> int | list[int]:
+    """Return bounds as the results have them: one number if all requests are alike."""
+    return bounds[0] if bounds[0] == bounds[1] else list(bounds)
 
 
 # --- the measure ----------------------------------------------------------------------------------

@@ -159,13 +159,18 @@ def _made_with(results: Results) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for name in _names(results):
         about = results.workloads[name]
-        prompt, output = about["request"]
+        prompt, output = map(_tokens, about["request"])
         kind = (
             f"{prompt} tokens in and {output} out, {about['seconds']:g} s of Poisson arrivals, "
             f"seed {about['seed']}"
         )
         kinds.setdefault(kind, []).append(f"{about['requests']} at {about['rate']:g}/s")
     return [f"{kind}; requests: {', '.join(counts)}." for kind, counts in kinds.items()]
+
+
+def _tokens(told: int | Sequence[int]) -> str:
+    """Return lengths for people: equal ones are one number, others lie between two."""
+    return str(told) if isinstance(told, int) else " to ".join(map(str, told))
 
 
 def _steps_in_sp(sweep: _Sweep) -> list[str]:

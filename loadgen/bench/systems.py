@@ -20,7 +20,9 @@ STOCK_DP, STOCK_TP, SHOAL, CHECK = "stock-dp", "stock-tp", "shoal", "shoal-check
 """Names of the systems. The last one serves a real checkpoint, only for numerics."""
 STOCK_BETWEEN = {2: "stock-tp2", 4: "stock-tp4"}
 """Stock vLLM in replicas of several GPUs each, by the replicas' degree of TP."""
-COMPARED = (STOCK_DP, *STOCK_BETWEEN.values(), STOCK_TP, SHOAL)
+STOCK_EP = "stock-ep"
+"""As ``STOCK_TP``, but each GPU has whole experts instead of a share of every expert."""
+COMPARED = (STOCK_DP, *STOCK_BETWEEN.values(), STOCK_TP, STOCK_EP, SHOAL)
 CHECK_MODEL_LEN = 1024
 """Longest context of the real checkpoint: small models allow only a few thousand tokens."""
 
@@ -152,13 +154,16 @@ def recording(system: System, directory: Path) -> System:
     return replace(system, command=command, recording_dir=directory)
 
 
-def all_systems(settings: Settings, model: str, check_model: str | None = None) -> list[System]:
+def all_systems(
+    settings: Settings, model: str, check_model: str | None = None, *, experts: bool = False
+) -> list[System]:
     """Return the systems in the order in which they are measured.
 
     Args:
         settings: the settings of all systems.
         model: directory of the model with dummy weights.
         check_model: directory of a real checkpoint, on which Shoal's layouts should agree.
+        experts: whether the model has experts, so that ``STOCK_EP`` is one of the systems.
     """
     engines = settings.engines
     dummy = ["--load-format", "dummy", *_quantization(settings)]
@@ -172,10 +177,9 @@ def all_systems(settings: Settings, model: str, check_model: str | None = None) 
             (dp_layout(engines, pinned=True),),
         ),
         *(_replicas(settings, model, dummy, degree) for degree in settings.degrees),
-        System(
-            STOCK_TP,
-            _stock(settings, model, [*dummy, "--tensor-parallel-size", str(engines)]),
-            (tp_layout(engines),),
+        *(
+            System(name, _stock(settings, model, [*dummy, *options]), (tp_layout(engines),))
+            for name, options in _whole(engines, experts).items()
         ),
         System(SHOAL, _shoal(settings, model, dummy), shoal_layouts, switches=True),
     ]
@@ -184,6 +188,13 @@ def all_systems(settings: Settings, model: str, check_model: str | None = None) 
             System(CHECK, _shoal(settings, check_model, check), shoal_layouts, switches=True)
         )
     return found
+
+
+def _whole(engines: int, experts: bool) -> dict[str, list[str]]:
+    """Return the options of the stock systems that are one unit of all GPUs, by name."""
+    degree = ["--tensor-parallel-size", str(engines)]
+    found = {STOCK_TP: degree}
+    return {**found, STOCK_EP: [*degree, "--enable-expert-parallel"]} if experts else found
 
 
 def _replicas(settings: Settings, model: str, own: Sequence[str], degree: int) -> System:

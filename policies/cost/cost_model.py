@@ -20,15 +20,19 @@ of the same layout with whole weights.
 In a pipeline (PP) a step goes through the stages one after the other, so all layers count, as in DP
 or in the TP of a stage. Between two stages it sends the hidden states of its tokens once. The time
 of a step is that from its beginning to its end. As many steps as there are stages are under way at
-once, so while all stages are busy, steps end one after the other every ``interval_seconds``. The
-measured time between the ends of two steps depends on how many were under way, so no correction
-learns from it.
+once, so steps end more often than that. How often depends on how many are under way, so no
+correction learns from the measured time between the ends of two steps.
 
 The host launches the exchanges of a step in SP one by one, without CUDA graphs. A layer takes the
 host the same time for any number of tokens. Launches run ahead of the device, so over all layers
 the longer of the two times counts. The overhead lies before the first and after the last layer and
 is added to both. A step in TP above the largest CUDA graph also waits for its host, which is not
 modelled. So ``shoal.policies.shift`` compares the modes by ``device_seconds``, without any host.
+
+Where the node speculates, each decode of a step computes the tokens that it checks, too, and gets
+the accepted ones (``speculation``). Policies count the tokens that requests still want. So
+``step_seconds`` and ``Pace.step`` are times for each token of a decode: a step's time divided by
+the tokens that it yields. Corrections learn from whole steps.
 """
 
 import math
@@ -37,6 +41,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.policies.cost.correction import KNOWN, MAX_CORRECTION, Correction
+from shoal.policies.cost.speculation import NOT_SEEN, Speculation
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.pace import Pace
@@ -116,12 +121,6 @@ class Hardware:
     """What each request adds to a step that only decodes. In steps with prompts this is little."""
 
 
-def _work(batch: Batch) -> tuple[int, int, int]:
-    """Return the arguments of ``Pace.step`` for a step."""
-    pairs = batch.context_tokens + batch.prefill_tokens * batch.prefill_context
-    return batch.tokens, batch.context_tokens, pairs
-
-
 def stage_seconds(layout: Layout, seconds: float, hop: float) -> float:
     """Return the time of a step in one of its stages.
 
@@ -144,6 +143,8 @@ class CostModel:
     """Largest degree of SP; a wider group combines SP with TP."""
     share_weights: int = 1
     """How many engines share the MLPs' weights. Each keeps one part of so many."""
+    speculation: Speculation = NOT_SEEN
+    """What decodes check and accept."""
 
     def correction(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Correction:
         """Return the correction of these steps; before any measurement it changes nothing."""
@@ -182,18 +183,34 @@ class CostModel:
         return bisect_left(range(MOST_TOKENS), True, key=is_hidden)
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
-        """Return the predicted time of a step of a unit in this layout."""
-        return self.pace(layout, batch.kind, mode).step(*_work(batch))
+        """Return the predicted time in which a step's decodes get one token each.
 
-    def interval_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
-        """Return the predicted time between the ends of two such steps, if many follow each other.
-
-        In a pipeline as many steps are in flight as there are stages (vLLM
-        ``max_concurrent_batches``), so hops are not hidden: so many steps end in the time of one,
-        unless the link between two stages is slower still. Bubbles of uneven steps come on top.
+        That is the time of the step, but where the node speculates. There a step of decodes yields
+        several tokens each, which take an equal part of it. A step that also computes prompts
+        counts without the part in which its decodes get more than one.
         """
-        seconds = self.step_seconds(layout, batch, mode)
-        return max(seconds / layout.pp, self.hop_seconds(layout, batch))
+        seconds = self.pace(layout, batch.kind, mode).step(*self._work(batch))
+        if batch.kind is StepKind.DECODE or not (batch.decodes and self.speculation.accepted):
+            return seconds
+        decodes = replace(batch, prefill_tokens=0, prefill_context=0)
+        more = self.speculation.accepted * self.step_seconds(layout, decodes, mode)
+        return max(seconds / self.speculation.yielded, seconds - more)
+
+    def whole_step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
+        """Return the predicted time of a step, however many tokens it yields."""
+        pace = self.pace(layout, batch.kind, mode)
+        return pace.step(*self._work(batch)) * pace.yielded
+
+    def _work(self, batch: Batch) -> tuple[float, int, float]:
+        """Return the arguments of ``Pace.step`` for a step.
+
+        The pace of decodes knows what each of them checks; that of prompts does not know which
+        tokens are of decodes.
+        """
+        more = 0.0 if batch.kind is StepKind.DECODE else self.speculation.drafts
+        context = batch.context_tokens
+        pairs = context * (1 + more) + batch.prefill_tokens * batch.prefill_context
+        return batch.tokens + batch.decodes * more, context, pairs
 
     def hop_seconds(self, layout: Layout, batch: Batch) -> float:
         """Return the time in which a step's hidden states go from one stage to the next.
@@ -262,14 +279,14 @@ class CostModel:
 
     def roofline_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the uncorrected time in seconds, at least the host's time if it runs in SP."""
-        return self._pace(layout, mode, batch.kind).roofline(*_work(batch))
+        return self._pace(layout, mode, batch.kind).roofline(*self._work(batch))
 
     def device_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the uncorrected time of devices and links, in seconds.
 
         It includes neither host time nor overhead (Seesaw, A.1, times the number of layers).
         """
-        return self._pace(layout, mode, batch.kind).device(*_work(batch))
+        return self._pace(layout, mode, batch.kind).device(*self._work(batch))
 
     def _pace(self, layout: Layout, mode: Mode, kind: StepKind) -> Pace:
         shape, hardware = self.shape, self.hardware
@@ -286,20 +303,23 @@ class CostModel:
             self._network_seconds(sp, tp, tokens) + (layout.pp - 1) * self._hop_seconds(tokens)
             for tokens in (0, 1)
         )
+        decodes = kind is StepKind.DECODE
+        checked = self.speculation.checked if decodes else 1.0
         return Pace(
             members=sp,
             weights=shape.shared_parameters * parameter / tp,
             experts=shape.expert_parameters * of_expert / tp,
-            unread=1 - shape.expert_share,
-            token=2 * shape.parameters / hardware.flops_per_second / tp,
+            unread=(1 - shape.expert_share) ** checked,
+            token=checked * 2 * shape.parameters / hardware.flops_per_second / tp,
             latency=empty,
-            moved=one - empty,
+            moved=checked * (one - empty),
             read=shape.kv_bytes_per_token / kv_share / kv_rate,
-            attend=attend / degree / attention_rate,
+            attend=checked * attend / degree / attention_rate,
             host=self._host_seconds(sp),
             fetch=self.fetch_seconds(layout, mode),
             overhead=hardware.overhead_seconds,
-            request=hardware.request_seconds if kind is StepKind.DECODE else 0.0,
+            request=hardware.request_seconds if decodes else 0.0,
+            yielded=self.speculation.yielded if decodes else 1.0,
             most=MAX_CORRECTION,
         )
 
@@ -377,7 +397,7 @@ class CostModel:
     def _uncorrected(self, layout: Layout, batch: Batch, mode: Mode) -> float:
         """Return the time that the correction of these steps changes."""
         if self.streams(layout, mode):
-            return self.pace(layout, batch.kind, mode).overlapped(*_work(batch))
+            return self.pace(layout, batch.kind, mode).overlapped(*self._work(batch))
         return self.roofline_seconds(layout, batch, mode)
 
     def _with(self, new: Correction) -> "CostModel":

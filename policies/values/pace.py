@@ -44,6 +44,9 @@ class Pace:
     """The factor by which a step is corrected that reads weights of others meanwhile."""
     fetch_offset: float = 0.0
     """What is added to it."""
+    yielded: float = 1.0
+    """Tokens that a decode gets of a step. If it is more than 1, ``token``, ``moved``, ``attend``
+    and ``unread`` are of a decode with all that it checks."""
     most: float = 10.0
     """Largest factor by which the correction changes a step; its inverse is the smallest."""
 
@@ -91,10 +94,11 @@ class Pace:
         return max(computed, self.fetch + self.overhead + self.request * tokens)
 
     def step(self, tokens: float, context: float, pairs: float) -> float:
-        """Return the time of a step; the arguments are those of ``device``.
+        """Return the time of a step for each token that a decode gets of it.
 
-        A look ahead asks for this thousands of times. So what most models need is written out here,
-        and gives what ``computed`` does, to the last bit.
+        The arguments are those of ``device``. A look ahead asks for this thousands of times. So
+        what most models need is written out here, and gives what ``computed`` does, to the last
+        bit.
         """
         if not self.fetch and not self.experts:
             own = -(-tokens // self.members)
@@ -111,9 +115,9 @@ class Pace:
             corrected = self.slope * roofline + self.offset
             least, most = roofline / self.most, self.most * roofline
             corrected = corrected if corrected > least else least
-            return corrected if corrected < most else most
+            return (corrected if corrected < most else most) / self.yielded
         if not self.fetch:
-            return self.computed(tokens, context, pairs)
+            return self.computed(tokens, context, pairs) / self.yielded
         both = self.overlapped(tokens, context, pairs)
         corrected = self.fetch_slope * both + self.fetch_offset
-        return min(self.most * both, max(both / self.most, corrected))
+        return min(self.most * both, max(both / self.most, corrected)) / self.yielded

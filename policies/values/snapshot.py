@@ -86,7 +86,8 @@ class UnitState:
     """Prompt tokens that its prefix cache is believed to hold, also those of its requests. A switch
     that regroups it loses all but what its requests take along."""
     group_limits: tuple[int, ...] = ONE_GROUP
-    """See ``kv_need.blocks_for``."""
+    """For each KV group of the model's layers the most blocks that a request takes of it; 0: as
+    many as its tokens need (``kv_need.blocks_for``)."""
 
     def blocks_for(self, request: PoolRequest) -> int:
         """Return the KV blocks that a request needs to produce its first token here."""
@@ -115,7 +116,8 @@ class LayoutState:
     block_tokens: int
     max_model_len: int
     group_limits: tuple[int, ...] = ONE_GROUP
-    """See ``kv_need.blocks_for``."""
+    """For each KV group of the model's layers the most blocks that a request takes of it; 0: as
+    many as its tokens need (``kv_need.blocks_for``)."""
     mixed_tokens: int = 0
     """Most prompt tokens of a step in which requests decode; 0: as many as of any step."""
 
@@ -143,16 +145,21 @@ class LayoutState:
 
 
 class StepPredictor(Protocol):
-    """Predicts how long steps take (``policies.cost``)."""
+    """What policies may ask of the cost model (``policies.cost``); it may have further methods."""
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
-        """Return the predicted time of a step of a unit in this layout."""
+        """Return the predicted seconds of a step of a unit, for each token that its decodes get."""
 
     def pace(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Pace:
         """Return the predicted times of all steps of one layout, kind and mode."""
 
     def carry_seconds(self, tokens: float, links: int) -> float:
-        """Return the predicted time in which the KV of ``tokens`` is read over so many links."""
+        """Return the predicted seconds in which the KV of ``tokens`` is read from other engines.
+
+        Args:
+            tokens: tokens of all requests that are carried.
+            links: pairs of engines that read at the same time.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +198,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The node at one instant."""
+    """The node at one instant.
+
+    Background requests (priority 100 and above, such as those of batches) are in ``pool``,
+    ``units``, ``waiting`` and ``waiting_tokens`` only if the policy has ``Policy.serves_batches``.
+    Other policies see the node without them: their seats and blocks count as free. But one that has
+    waited for very long, or that needs a wider unit than there is, is shown to every policy.
+    """
 
     now: float
     """Monotonic seconds."""
@@ -215,7 +228,8 @@ class Snapshot:
     waiting_tokens: int = 0
     """Prompt tokens of the whole pool."""
     arrival_rate: float = 0.0
-    """Requests per second: with steady arrivals a long average, in a burst the latest rate."""
+    """Requests per second: with steady arrivals a long average, in a burst the latest rate. No rate
+    counts background requests."""
     recent_rate: float = 0.0
     """Requests per second, over about ten seconds."""
     usual_rate: float = 0.0
@@ -227,18 +241,20 @@ class Snapshot:
     outputs: tuple[int, ...] = ()
     """Tokens of the latest outputs that have ended, ascending."""
     arrived: tuple[PoolRequest, ...] = ()
-    """Requests that have come since the policy was last asked."""
+    """Requests that have come since the policy was last asked, without background requests."""
     placed: tuple[tuple[str, int], ...] = ()
     """Requests that were sent to units since then, each with about how many tokens of its prompt
     its unit has in the prefix cache."""
     ended: tuple[tuple[str, int], ...] = ()
     """Requests that have left the node since then, each with the tokens that it got; 0: unknown."""
     prompt_rate: float = 0.0
-    """Prompt tokens per second that arrive, smoothed over ``SMOOTHING_SECONDS``."""
+    """Prompt tokens per second that arrive, smoothed over ``SMOOTHING_SECONDS``, without those of
+    background requests."""
     hit_share: float = 0.0
     """Share of the latest requests' prompt tokens that were expected in prefix caches."""
     smoothed_requests: float = 0.0
-    """Requests on the node, waiting or not, smoothed over ``SMOOTHING_SECONDS``."""
+    """Requests on the node, waiting or not, smoothed over ``SMOOTHING_SECONDS``, without background
+    requests."""
     since_switch: float = math.inf
     """Seconds since the last switch ended."""
     since_urgent: float = math.inf

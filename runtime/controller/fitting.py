@@ -250,7 +250,9 @@ def _report(
 
     def error(model: CostModel, key: tuple[Layout, Mode, StepKind]) -> float:
         layout, mode, _ = key
-        pairs = ((model.step_seconds(layout, batch, mode), took) for batch, took in points[key])
+        pairs = (
+            (model.whole_step_seconds(layout, batch, mode), took) for batch, took in points[key]
+        )
         return fmean(abs(math.log(predicted / took)) for predicted, took in pairs)
 
     return ", ".join(

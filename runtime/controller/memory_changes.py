@@ -67,6 +67,10 @@ class Change(msgspec.Struct):
     caller: tuple[str, int] | None = None
     """Who waits for its end, and the number of the call."""
     stage: Stage = Stage.CLOSING
+    entered: float | None = None
+    """When it came to this stage; None: it has come to none."""
+    took: dict[str, float] = {}
+    """Seconds of each stage that is over, by its name."""
     awaiting: set[int] = set()
     deadline: float = 0.0
     preempted: int = 0
@@ -265,9 +269,10 @@ class MemoryChanges:
             Stage.CLOSING: self._env.config.prepare_timeout_seconds,
             Stage.FILLING: FILL_SECONDS,
         }
-        seconds = patience.get(stage, USE_SECONDS)
-        change.stage, change.awaiting = stage, set(change.left)
-        change.deadline = self._env.clock() + seconds
+        seconds, now = patience.get(stage, USE_SECONDS), self._env.clock()
+        _leave_stage(change, now)
+        change.stage, change.entered, change.awaiting = stage, now, set(change.left)
+        change.deadline = now + seconds
         for engine in sorted(change.left):
             self._transport.to_engine(engine, self._message(change, engine))
         self._go_on(change)
@@ -368,6 +373,7 @@ class MemoryChanges:
 
     def _report(self, change: Change) -> None:
         now = self._env.clock()
+        _leave_stage(change, now)
         view = MemoryView(
             epoch=change.epoch,
             at=self._env.wall() - (now - change.began),
@@ -377,6 +383,7 @@ class MemoryChanges:
             num_blocks=min(map(self._engines.num_blocks, change.engines), default=0),
             preempted=change.preempted,
             duration_seconds=now - change.began,
+            stages=change.took,
             reason=change.reason,
             outcome="done" if change.error is None else "failed",
             error=change.error,
@@ -391,6 +398,13 @@ class MemoryChanges:
             failed = m.CallFailed(call, change.status, change.error or "")
             done = m.MemoryChanged(call, view)
             self._transport.to_control(peer, done if change.error is None else failed)
+
+
+def _leave_stage(change: Change, now: float) -> None:
+    """Take note of how long a change has been in its stage, if it has come to one."""
+    if change.entered is not None:
+        name = change.stage.name.lower()
+        change.took[name] = change.took.get(name, 0.0) + now - change.entered
 
 
 _ANSWERS = {

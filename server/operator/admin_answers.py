@@ -122,6 +122,7 @@ class MemoryAnswer(_Answer):
     num_blocks: int
     preempted: int
     duration_seconds: float
+    stages: dict[str, float]
     reason: str
     outcome: str
     error: str | None

@@ -147,6 +147,26 @@ def test_every_metric_of_ours_is_documented_and_shown() -> None:
     assert documented == used(queries)
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [
+        pytest.param("heatmap", r"shoal_time_to_first_token_seconds_bucket", id="ttft"),
+        pytest.param("timeseries", r"by \(key, kind\) .*shoal_key_tokens_total", id="keys"),
+        pytest.param("timeseries", r"vllm:prefix_cache_hits_total", id="prefixes"),
+        pytest.param("timeseries", r"time_to_first_token_seconds_bucket.*le=", id="goodput"),
+        pytest.param("timeseries", r"time_per_output_token_seconds_bucket.*le=", id="goodput-tpot"),
+    ],
+)
+def test_the_board_for_users_has_a_panel_for(kind: str, asked: str) -> None:
+    (board,) = (load(page) for page in PAGES if page.name == "shoal-serving")
+    found = [
+        panel["title"]
+        for panel in charts(board)
+        if panel["type"] == kind and any(re.search(asked, t["expr"]) for t in panel["targets"])
+    ]
+    assert found
+
+
 def test_alerts_that_panels_name_exist() -> None:
     rules = (RULES / "alerts.yml").read_text()
     for page in PAGES:

@@ -175,7 +175,7 @@ class Capacity:
         limits = map(self._engines.limits_of, self._config.layouts)
         return tuple(_layout_state(each, blocks) for each in limits)
 
-    def _idle(self, group: Unit, blocks: int | None = None) -> LayoutState:
+    def idle(self, group: Unit, blocks: int | None = None) -> LayoutState:
         """Return what a group holds while nothing runs on its engines.
 
         Args:
@@ -349,16 +349,16 @@ class Capacity:
 
     def can_hold(self, unit: Unit, request: PoolRequest) -> bool:
         """Return whether a unit holds the request while nothing else runs on its engines."""
-        return self._idle(unit).can_hold(request)
+        return self.idle(unit).can_hold(request)
 
     def can_hold_with(self, blocks: int, unit: Unit, request: PoolRequest) -> bool:
         """Return whether a unit would hold the request, all of it, with so few KV blocks."""
-        state = self._idle(unit, blocks)
+        state = self.idle(unit, blocks)
         return state.can_hold(request) and request.total_tokens <= state.longest
 
     def longest_with(self, blocks: int) -> int:
         """Return what ``longest`` would be if engines had no more KV blocks than this each."""
-        return max(self._idle(group, blocks).longest for group in self._possible_groups)
+        return max(self.idle(group, blocks).longest for group in self._possible_groups)
 
     @cached_property
     def step_tokens(self) -> int:
@@ -373,7 +373,7 @@ class Capacity:
     @property
     def longest_now(self) -> int:
         """Tokens of the longest sequence that a group holds which can form now or later."""
-        return max((self._idle(group).longest for group in self._lasting_groups()), default=0)
+        return max((self.idle(group).longest for group in self._lasting_groups()), default=0)
 
     def holds(self, request: PoolRequest, *, formed: bool = False) -> bool:
         """Return whether the request fits a group that can form now or later.
@@ -383,7 +383,7 @@ class Capacity:
             formed: whether groups count that the policy does not form.
         """
         groups = self._lasting_groups(formed=formed)
-        return any(self._idle(group).can_hold(request) for group in groups)
+        return any(self.idle(group).can_hold(request) for group in groups)
 
     def _lasting_groups(self, *, formed: bool = False) -> Iterator[Unit]:
         """Yield the groups that can be formed now, or when engines are back."""

@@ -189,7 +189,7 @@ class Lengths:
         self._prompt = kept * self._prompt + done.prefill_tokens
         kept = (1 - 1 / LENGTHS_KEPT) ** ended
         self._ended = kept * self._ended + ended
-        self._output = kept * self._output + done.decodes
+        self._output = kept * self._output + done.decodes + done.accepted
 
     def end(self, outputs: Iterable[int]) -> None:
         """Note the tokens of outputs that have ended."""

@@ -45,6 +45,9 @@ class StepCosts:
         learns = self.model is not None and not self._begins(core, load)
         for mode, news in steps_between(core.load, load):
             known += news
+            if self.model is not None:
+                seen = self.model.speculation.see(news.decodes, news.drafts, news.accepted)
+                self.model = replace(self.model, speculation=seen)
             if learns:
                 self._learn(core.unit, news.mean, news.seconds / news.steps, mode)
         return known

@@ -272,13 +272,14 @@ class Carries:
 
     def _import(self, carry: Carry, *, more: bool) -> None:
         taken, moved = list[m.CarriedRequest](), list[Request]()
+        idle = self._capacity.idle(carry.destination)
         for described in carry.exported:
             request = self._requests.find(described.request_id)
             if request is None or described.request_id not in carry.ids:
                 continue
             whole = described.whole(carry.announced)
             grown = continued(request, whole.tokens, self._clock())
-            if self._capacity.can_hold(carry.destination, grown.seen):
+            if idle.can_hold(grown.seen):
                 moved.append(grown)
                 taken.append(described if carry.is_allotted else whole)
         # Requests stand still until this comes, so the books wait.

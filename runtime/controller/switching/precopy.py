@@ -144,7 +144,7 @@ class PreCopies:
         for ahead in pinned:
             self._enter(ahead, AheadStage.LENDING)
         if destination.is_group and destination not in self._units.bound:
-            self._leases.grow_ahead(destination, self._filled(destination, pinned))
+            self._leases.grow_ahead(destination, self._wanted(destination, pinned))
         self._reserve(destination)
 
     def _filled(self, destination: Unit, aheads: Sequence[PreCopy]) -> int:
@@ -152,6 +152,12 @@ class PreCopies:
         limits = self._engines.limits(destination)
         rows = [r.computed // limits.block_tokens for ahead in aheads for r in ahead.pinned]
         return sum(limits.blocks(count * limits.block_tokens) for count in rows)
+
+    def _wanted(self, destination: Unit, aheads: Sequence[PreCopy]) -> int:
+        """Return how many blocks of a unit these requests will probably take when they come."""
+        limits = self._engines.limits(destination)
+        pinned = (request for ahead in aheads for request in ahead.pinned)
+        return sum(limits.blocks(request.length + m.AHEAD_TOKENS) for request in pinned)
 
     def _reserve(self, destination: Unit) -> None:
         """Go on with the carries to a unit that has been lent blocks, or needs none.

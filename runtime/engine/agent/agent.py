@@ -59,7 +59,7 @@ class Agent:
         self._lending = Lending(backend, transport, self.binding, self._carrying, clock)
         self._moving = Moving(backend, transport)
         self._forming = Forming(backend, transport)
-        self._resizing = Resizing(backend, transport, self.binding, self._watch)
+        self._resizing = Resizing(backend, transport, self.binding, self._watch, clock)
         # The first turn waits for nothing: the controller starts no request before the first load.
         self._busy = True
         self._announce(startup or m.Startup())

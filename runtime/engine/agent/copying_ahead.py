@@ -75,6 +75,14 @@ class CopyingAhead:
         self._transport.to_controller(
             m.Reserved(message.carry, self._backend.engine, message.unit, taken)
         )
+        # Other carries that have come by now reserve first what is to be copied ahead for them.
+        self._work.add(message.carry, self._promise(core, message))
+
+    def _promise(self, core: Core, message: m.Reserve) -> Iterator[None]:
+        """Give requests the blocks that they need when they come, while the first are read into."""
+        for request in message.requests:
+            core.promise(message.carry, request.request_id)
+            yield
 
     def _settle(self, message: m.Settle) -> Iterator[None]:
         """Let the blocks be used, or freed."""

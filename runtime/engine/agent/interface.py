@@ -167,6 +167,12 @@ class Core(Protocol):
         prefix cache has already; so are requests for which there are not enough free blocks.
         """
 
+    def promise(self, carry: int, request_id: str) -> None:
+        """Give a request whose first blocks are reserved the next ones, too, if there is room.
+
+        ``allot`` and ``adopt`` then have little to do. Unknown carries and requests are ignored.
+        """
+
     def settle(self, carry: int, *, copied: bool) -> None:
         """Take note that nobody writes to reserved blocks any more; unknown carries are ignored.
 
@@ -266,6 +272,23 @@ class BlockLender(Protocol):
     @property
     def lent(self) -> frozenset[int]:
         """Ids of the blocks lent now."""
+
+    def clear(self, beyond: int, *, moves: bool) -> bool:
+        """Take some free blocks whose ids are above ``beyond`` out of the pool, while steps go on.
+
+        What they cache is copied to others that cache nothing, beside steps.
+
+        Args:
+            beyond: an id.
+            moves: whether anything can be copied: the engine's runner must read its own queue.
+
+        Returns:
+            Whether to call this again at once.
+        """
+
+    @property
+    def is_clearing(self) -> bool:
+        """Whether ``clear`` has begun something that has not ended."""
 
     def withhold(self, beyond: int) -> int:
         """Take free blocks whose ids are above ``beyond`` out of the pool, whatever they cache.

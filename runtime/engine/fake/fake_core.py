@@ -238,6 +238,9 @@ class FakeCore:
         expected = [(known[r.request_id], r) for r in requests if r.request_id in known]
         return self._ahead.reserve(carry, expected)
 
+    def promise(self, carry: int, request_id: str) -> None:
+        """See ``Core.promise``: nothing to do, ``adopt`` takes no time."""
+
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``Core.settle``."""
         self._around.faults.strike(Seam.SETTLE)

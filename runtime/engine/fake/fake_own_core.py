@@ -8,6 +8,9 @@ from shoal.runtime.engine.fake.fake_core import FakeCore, Surroundings
 from shoal.runtime.engine.fake.faults import Seam
 from shoal.runtime.protocol.messages import LayoutLimits
 
+SLICE = 64
+"""Free blocks that are given up at once."""
+
 
 class FakeOwnCore(FakeCore):
     """``OwnCore``: an engine alone, on blocks of its own, which it lends."""
@@ -45,6 +48,18 @@ class FakeOwnCore(FakeCore):
 
     def _is_beyond(self, block: int, beyond: int) -> bool:
         return block > beyond
+
+    is_clearing = False
+    """See ``BlockLender.is_clearing``: what is cached is forgotten, and not copied."""
+
+    def clear(self, beyond: int, *, moves: bool) -> bool:
+        """See ``BlockLender.clear``."""
+        del moves
+        if self._around.faults.keep_blocks:
+            return False
+        free = [block for block in self._pool.ids if block > beyond]
+        self._withheld += self._pool.take_out(free[:SLICE])
+        return bool(free)
 
     def withhold(self, beyond: int) -> int:
         """See ``BlockLender.withhold``."""

@@ -93,8 +93,14 @@ class GroupLease:
 
         Returns what ``close`` does.
         """
-        rows = self._backing[self._group.leader]
-        blocks = [self._pool.blocks[virtual] for virtual in rows if self.is_beyond(virtual, beyond)]
+        # A set, because this is asked in every turn of a change, and a lease has many blocks.
+        given_up = {
+            virtual
+            for backing in self._backing.values()
+            for virtual, physical in backing.items()
+            if physical > beyond
+        }
+        blocks = [self._pool.blocks[virtual] for virtual in sorted(given_up)]
         free = [block for block in blocks if block.ref_cnt == 0]
         self._pool.evict_blocks({block.block_id for block in free})
         self._pool.touch(free)

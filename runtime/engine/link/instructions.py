@@ -208,12 +208,15 @@ class Move:
     """Copy KV from blocks of the unit to other blocks of it.
 
     Every member answers with a ``Copied`` once its device has copied all of it. Steps that come
-    later in the queue find the KV in the other blocks.
+    later in the queue find the KV in the other blocks, unless it is copied beside them.
     """
 
     seq: int
     requests: list[Arrival]
     """Only ``computed`` and the blocks of each are used."""
+    beside: bool = False
+    """Whether steps that come later go on meanwhile. Steps before it in the queue may still write
+    to the blocks, so copying begins after them."""
 
 
 @dataclass(frozen=True, slots=True)

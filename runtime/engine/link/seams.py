@@ -167,6 +167,8 @@ SEAMS = (
     Seam("vllm.forward_context", "override_forward_context", "interludes"),
     Seam("vllm.config.vllm", "_current_vllm_config", "interludes"),
     Seam("vllm.config.vllm", "_current_prefix", "interludes"),
+    Seam("vllm.compilation.decorators", "_try_load_aot_compiled_fn", "interludes"),
+    Seam("vllm.v1.worker.gpu_worker", "kernel_warmup", "interludes"),
     Seam("vllm.forward_context", "ForwardContext.cudagraph_runtime_mode", "ulysses"),
     Seam("vllm.forward_context", "ForwardContext.batch_descriptor", "ulysses"),
     Seam("vllm.forward_context", "ForwardContext.is_padding", "ulysses"),

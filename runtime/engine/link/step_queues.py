@@ -2,8 +2,13 @@
 
 A queue is left only between two steps: a step that was sent without its sampling has its ``Sample``
 still in the queue, behind the instruction that leaves the queue.
+
+While there is nothing to do, instructions of the other queues are read, but not followed. Those
+that tell of the requests of a coming group take milliseconds to read, which would pass after the
+bind.
 """
 
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
 import zmq
@@ -22,6 +27,11 @@ class StepQueues:
 
     def __init__(self, queues: "Mapping[Layout, zmq.Socket[bytes]]") -> None:
         self._queues = dict(queues)
+        self._poller = zmq.Poller()
+        for queue in self._queues.values():
+            self._poller.register(queue, zmq.POLLIN)
+        self._read: defaultdict[Layout, deque[instructions.Instruction]] = defaultdict(deque)
+        """Instructions that were read before their queue was next."""
         self._bound = DP
         self._unsampled: Layout | None = None
         """The layout whose step waits for ``Sample``: nothing comes in between."""
@@ -34,8 +44,11 @@ class StepQueues:
         """Read this queue for a layout from now on; what its former one holds is dropped."""
         former = self._queues.get(layout)
         if former is not None:
+            self._poller.unregister(former)
             former.close(linger=0)
+        self._read.pop(layout, None)
         self._queues[layout] = queue
+        self._poller.register(queue, zmq.POLLIN)
 
     def receive(self) -> tuple[Layout, instructions.Instruction]:
         """Wait for the next instruction; return the layout that it is for, and itself."""
@@ -71,10 +84,28 @@ class StepQueues:
 
         It does not change which queue is next.
         """
+        if self._read[layout]:
+            return self._read[layout].popleft()
+        return self._load(layout) if self._comes(layout, seconds) else None
+
+    def _comes(self, layout: Layout, seconds: float) -> bool:
+        """Return whether an instruction comes to a queue.
+
+        Others are read meanwhile, and after each of them so many seconds begin anew.
+        """
         queue = self._queues[layout]
-        if not queue.poll(int(seconds * 1000)):
-            return None
-        instruction: instructions.Instruction = instructions.loads(queue.recv())
+        while not queue.poll(0):
+            ready = dict(self._poller.poll(int(seconds * 1000)))
+            if not ready:
+                return False
+            if queue in ready:
+                break
+            for other in [each for each, socket in self._queues.items() if socket in ready]:
+                self._read[other].append(self._load(other))
+        return True
+
+    def _load(self, layout: Layout) -> instructions.Instruction:
+        instruction: instructions.Instruction = instructions.loads(self._queues[layout].recv())
         return instruction
 
     def _follow(self, layout: Layout, instruction: instructions.Instruction) -> None:

@@ -10,6 +10,8 @@ member that is still in a step then makes the others wait for that step at most.
 alone wait for no other engine, so a member always comes.
 """
 
+import importlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +25,8 @@ from vllm.platforms import current_platform
 
 from shoal.runtime.clock import Clock
 
+log = logging.getLogger("shoal.engine")
+
 SHARE_SECONDS = 1.0
 """The longest time that steps get for one portion. They get as long as the portion took: a portion
 that takes longer than this has compiled or connected something, and will not come again."""
@@ -31,6 +35,13 @@ IDLE_SECONDS = 0.01
 one's tokens first."""
 POLL_SECONDS = 0.005
 """How long it waits between two looks whether the other members are there."""
+LOGGED_SECONDS = 0.5
+"""Portions that take longer are logged: no step runs in a portion."""
+CUTS = (
+    ("vllm.compilation.decorators", "_try_load_aot_compiled_fn", "loading of compiled code"),
+    ("vllm.v1.worker.gpu_worker", "kernel_warmup", "warming up of kernels"),
+)
+"""Functions of vLLM, in the midst of a pass or between two, after which a portion ends."""
 
 
 class Meeting(Protocol):
@@ -74,27 +85,53 @@ class Interludes:
         self._clock = clock
         self._meeting: Meeting
         self._patience = 0.0
-        self._point = 0
+        self._group = self._part = ""
+        self._point = self._passes = 0
         self._resumed = 0.0
         self._has_steps = False
         """Whether the last interlude had steps."""
 
-    def begin(self, meeting: Meeting) -> None:
-        """Begin with the first portion of a group's forming; its members meet here."""
-        self._meeting, self._patience = meeting, meeting.patience
-        self._point, self._resumed, self._has_steps = 0, self._clock(), False
+    def begin(self, meeting: Meeting, group: str) -> None:
+        """Begin with the first portion of a group's forming; its members meet here.
+
+        Args:
+            meeting: of the members.
+            group: what the log calls the group.
+        """
+        self._meeting, self._patience, self._group = meeting, meeting.patience, group
+        self._point, self._has_steps = 0, False
+        self.enter("")
 
     def be_patient(self) -> None:
         """Wait for the other members as long as it takes: the controller watches them."""
         self._patience = float("inf")
 
-    def hold(self) -> None:
+    def enter(self, part: str) -> None:
+        """Begin with the first portion of a part that consists of passes of the model."""
+        self._part, self._passes, self._resumed = part, 0, self._clock()
+
+    def hold_pass(self) -> None:
+        """Do the same as ``hold``; what comes next is a pass of the model."""
+        self._passes += 1
+        self.hold(f"{self._part}, until pass {self._passes} began")
+
+    def hold_end(self) -> None:
+        """Do the same as ``hold``; the part is over."""
+        self.hold(f"{self._part}, from pass {self._passes} on")
+
+    def hold(self, portion: str) -> None:
         """Do steps for as long as the last portion took, and until all members are here.
+
+        Args:
+            portion: what the log calls the portion that is over.
 
         Raises:
             TimeoutError: a member did not come in time.
         """
         self._point += 1
+        took = self._clock() - self._resumed
+        if took > LOGGED_SECONDS:
+            log.info("%s: no step for %.1f s: %s", self._group, took, portion)
         with self._steps.alone():
             self._use_share()
             self._meeting.arrive(self._point)
@@ -134,6 +171,29 @@ def before_passes(model: nn.Module, hold: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def after_cuts(hold: Callable[[str], None]) -> Iterator[None]:
+    """While active, call ``hold`` after each of the functions of ``CUTS``, with what it was."""
+
+    def cut(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            hold(name)
+            return result
+
+        return called
+
+    found = [(importlib.import_module(module), attribute) for module, attribute, _ in CUTS]
+    original = [getattr(*place) for place in found]
+    for place, function, (*_, name) in zip(found, original, CUTS, strict=True):
+        setattr(*place, cut(function, name))
+    try:
+        yield
+    finally:
+        for place, function in zip(found, original, strict=True):
+            setattr(*place, function)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import gc
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -156,39 +157,52 @@ class LayoutLoader:
         Raises:
             Exception: the worker could not be made; the layout has none then.
         """
-        self._drop(layout)
         try:
             rendezvous = self._rendezvous(layout, generation, REJOIN_SECONDS)
-            interludes.begin(rendezvous)
-            interludes.hold()
-            self._meet(layout, rendezvous)
-            interludes.hold()
-            self._create(layout)
-            interludes.hold()
-            self._load_weights(layout)
-            interludes.hold()
-            self.by_sequence.enable(self.workers[layout], self.workers)
+            interludes.begin(rendezvous, f"engine {self._engine} forms {layout.name}")
+            for portion in self._drop(layout):
+                interludes.hold(portion)
+            for portion in self._make(layout, rendezvous):
+                interludes.hold(portion)
             # The start of the core drops them again, but an error here costs only the group.
             load_adapters(self._node, self.workers[layout])
         except Exception:
             # The error still refers to the worker: a collection after that frees it.
-            self._drop(layout, freeze=False)
+            deque(self._drop(layout, freeze=False), maxlen=0)
             raise
 
-    def _drop(self, layout: Layout, *, freeze: bool = True) -> None:
-        """Free what only this layout uses. Waits for none of its peers: they may be dead."""
+    def _make(self, layout: Layout, rendezvous: Rendezvous) -> Iterator[str]:
+        """Make a layout's worker; yield after each portion, and say what it was."""
+        self._meet(layout, rendezvous)
+        yield "making of communicators"
+        self._create(layout)
+        yield "making of the worker"
+        self._load_weights(layout)
+        yield "views of the weights"
+        self.by_sequence.enable(self.workers[layout], self.workers)
+        yield "what exchanges by sequence"
+
+    def _drop(self, layout: Layout, *, freeze: bool = True) -> Iterator[str]:
+        """Free what only this layout uses; yield after each portion, and say what it was.
+
+        Waits for none of the layout's peers: they may be dead.
+        """
         worker = self.workers.pop(layout, None)
         communicators = None if worker is None else worker.communicators
         if worker is not None:
             worker.close()
         del worker
         self.by_sequence.forget(layout)
+        yield "end of the former worker"
         # Models and their runners refer to each other; graphs hold GPU memory until they go.
         collect_frozen(freeze=freeze)
+        yield "collection of garbage"
         if communicators is not None:
             communicators.destroy()
+        yield "end of the former communicators"
         if current_platform.is_cuda():
             torch.cuda.empty_cache()
+        yield "return of memory"
 
     def _rendezvous(self, layout: Layout, generation: int, seconds: float) -> Rendezvous:
         unit = unit_of(self._engine, layout)

@@ -1,24 +1,37 @@
 """A runner's part in changes of memory between weights and KV."""
 
+import logging
+import time
 from collections.abc import Callable
 
+import torch
+from vllm.platforms import current_platform
+
 from shoal.policies.values.layouts import DP
+from shoal.runtime.clock import Clock
 from shoal.runtime.engine.kv.kv_lender import KvLender
 from shoal.runtime.engine.runner.loading import LayoutLoader
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.protocol.messages import Shares
+
+log = logging.getLogger("shoal.engine")
 
 
 class MemoryMoves:
     """Moves memory between the weights and the KV of one engine.
 
     Args:
-        loader: the engine's workers, whose cores have started.
+        engine: the engine.
+        loader: its workers, whose cores have started.
         share: how many engines share weights at the start (``NodeConfig.share_weights``).
+        clock: seconds.
     """
 
-    def __init__(self, loader: LayoutLoader, share: int) -> None:
-        self._loader, self._share = loader, share
+    def __init__(
+        self, engine: int, loader: LayoutLoader, share: int, clock: Clock = time.monotonic
+    ) -> None:
+        self._engine, self._loader, self._share = engine, loader, share
+        self._clock = clock
 
     @property
     def _shared(self) -> SharedMlps:
@@ -58,17 +71,36 @@ class MemoryMoves:
 
         def filled() -> str:
             try:
-                copy()
+                rounds = copy()
             except (OSError, ValueError) as error:
                 return str(error)
+            log.info(
+                "engine %d copied and compared weights in %.3f s beside steps: %d rounds of at "
+                "most %.3f s",
+                self._engine,
+                sum(rounds),
+                len(rounds),
+                max(rounds, default=0.0),
+            )
             return ""
 
         return filled
 
     def use(self, share: int) -> int:
         """Share weights with so many engines; return the engine's bytes of weights."""
+        began = self._clock()
+        if current_platform.is_cuda():
+            torch.cuda.synchronize()  # as the exchange would: so each is timed by itself
+        ended = self._clock()
         if share == 1:
             self._shared.be_whole()
         else:
             self._shared.be_shared()
+        log.info(
+            "engine %d exchanged the memory of weights in %.3f s, after it had waited %.3f s for "
+            "steps in flight",
+            self._engine,
+            self._clock() - ended,
+            ended - began,
+        )
         return self._loader.store.resident_bytes

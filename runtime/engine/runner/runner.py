@@ -36,6 +36,7 @@ from shoal.runtime.engine.runner.drafts import with_drafts
 from shoal.runtime.engine.runner.interludes import (
     POLL_SECONDS,
     Interludes,
+    after_cuts,
     before_passes,
     outside,
 )
@@ -203,7 +204,7 @@ class Runner:
         # As vLLM's own processes do: without this, every step looks settings up at each use.
         enable_envs_cache()
         self._carrying = TakingUp(self._node, self._engine, self._loader)
-        self._memory = MemoryMoves(self._loader, self._node.share_weights)
+        self._memory = MemoryMoves(self._engine, self._loader, self._node.share_weights)
         while True:
             self._turn()
 
@@ -298,8 +299,9 @@ class Runner:
         self._beside.answer(self._worker.unit, ahead.seq, copied)
 
     def _on_move(self, move: instructions.Move) -> None:
-        copied = self._carrying.move(self._worker.unit, move.requests)
-        self._responder.answer(self._worker.unit, move.seq, copied)
+        copied = self._carrying.move(self._worker.unit, move.requests, beside=move.beside)
+        responder = self._beside if move.beside else self._responder
+        responder.answer(self._worker.unit, move.seq, copied)
 
     # --- groups that are formed anew ---
 
@@ -346,13 +348,20 @@ class Runner:
     def _on_start(self, start: instructions.Start) -> None:
         """Start a layout's core with the other members; own steps go on in interludes."""
         layout = start.layout
-        self._interludes.be_patient()
-        with before_passes(self._workers[layout].model, self._interludes.hold):
-            instruction = None
+        interludes, instruction = self._interludes, None
+        interludes.be_patient()
+        with (
+            before_passes(self._workers[layout].model, interludes.hold_pass),
+            after_cuts(interludes.hold),
+        ):
             while instruction != instructions.Detach(instructions.STARTUP_EPOCH):
                 # Its scheduler also has something to do between two calls.
                 instruction = self._queues.receive_of(layout, 0.0)
-                if instruction is not None:
+                if isinstance(instruction, instructions.Call):
+                    interludes.enter(instruction.method)
+                    self._do(layout, instruction)
+                    interludes.hold_end()
+                elif instruction is not None:
                     self._do(layout, instruction)
                 else:
                     self._enter(DP)

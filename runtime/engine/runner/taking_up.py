@@ -140,13 +140,20 @@ class TakingUp:
             return partial(Copied, 0, 0.0)
         return self._read(ahead.source, ahead.target, ahead.requests, beside=True)
 
-    def move(self, unit: Unit, requests: list[Arrival]) -> Callable[[], Copied]:
-        """Begin to copy KV from blocks of a unit to others; later steps find it there.
+    def move(
+        self, unit: Unit, requests: list[Arrival], *, beside: bool = False
+    ) -> Callable[[], Copied]:
+        """Begin to copy KV from blocks of a unit to others.
+
+        Args:
+            unit: the unit.
+            requests: say what is copied (``Move``).
+            beside: whether later steps go on meanwhile; otherwise they find it there.
 
         Returns:
             Waits until all is copied, and says what was done.
         """
-        return self._read(unit, unit, requests, beside=False)
+        return self._read(unit, unit, requests, beside=beside)
 
     def _read(
         self, source: Unit, target: Unit, requests: list[Arrival], *, beside: bool

@@ -6,7 +6,8 @@ scheduler and runner two milliseconds each. So runners are told of an expected r
 its scheduler knows it (``Introduce``). The step brings the rest: blocks and outputs.
 
 Where a request gets its blocks before it comes, runners give it a row by then (``Seat``), because
-that takes them two milliseconds more. For them it is then a request that runs already.
+that takes them four milliseconds more. For them it is then a request that runs already. They are
+told as soon as their unit is bound.
 
 Tokens go as arrays. Pickle sends an array as one string of bytes, and a runner writes it to its
 table in one go (``token_table.py``). A list goes number by number, several times.
@@ -76,15 +77,11 @@ class Beginnings:
 
     # --- seats ---
 
-    def seat(self, request_id: str, computed: int) -> None:
+    def seat(self, request_id: str) -> None:
         """Seat a request that has got its blocks, if the next step will probably begin with it.
 
-        That is so where nothing runs yet: in a group that was just bound, or an engine that has
-        just gone on alone.
-
-        Args:
-            request_id: the request.
-            computed: how many of its tokens will be computed when it begins.
+        That is so where nothing runs yet: in a group that is about to be bound, or an engine that
+        is about to go on alone.
         """
         known, scheduler = self._introduced.get(request_id), self._scheduler
         if known is None or known.blocks is not None or scheduler.running:
@@ -97,7 +94,8 @@ class Beginnings:
         tokens = array("i", known.request.all_token_ids[known.tokens :])
         known.tokens += len(tokens)
         self._seated += 1
-        self._seats.append(instructions.Rest(request_id, tokens, computed, known.blocks))
+        # What is computed when it begins is not known yet, and comes with the step.
+        self._seats.append(instructions.Rest(request_id, tokens, known.tokens - 1, known.blocks))
 
     def _has_seats(self) -> bool:
         """Return whether runners have a row more, if requests have ended that they still know."""
@@ -108,10 +106,25 @@ class Beginnings:
         return bool(self._seated + gone < scheduler.max_num_running_reqs)
 
     def send_seats(self) -> None:
-        """Tell runners of the requests that were seated since the last time."""
-        if self._seats:
-            self._channel.send(instructions.Seat(self._seats))
-            self._seats = []
+        """Tell runners of the requests that were seated since the last time, once they may know.
+
+        What has lost its blocks meanwhile is left out: they may back nothing, or another request.
+        """
+        seats, self._seats = [rest for rest in self._seats if self._holds(rest)], []
+        if seats:
+            self._channel.send(instructions.Seat(seats))
+
+    def _holds(self, rest: instructions.Rest) -> bool:
+        """Return whether a request has the blocks with which it is to be seated."""
+        known = self._introduced.get(rest.request_id)
+        if known is None or known.blocks is not rest.blocks:
+            return False
+        held = self._scheduler.kv_cache_manager.get_block_ids(rest.request_id)
+        if all(now[: len(then)] == then for then, now in zip(rest.blocks, held, strict=True)):
+            return True
+        known.blocks = None
+        known.tokens -= len(rest.tokens)
+        return False
 
     # --- steps ---
 

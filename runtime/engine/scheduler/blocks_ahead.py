@@ -27,7 +27,7 @@ from shoal.runtime.engine.kv.carry_plan import NULL_BLOCK
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
-from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest
+from shoal.runtime.protocol.messages import AHEAD_TOKENS, AheadRequest, CarriedRequest
 
 Table = list[KVCacheBlock]
 """The blocks of a request's first tokens in one KV group; null blocks for what nothing needs."""
@@ -94,6 +94,7 @@ class BlocksAhead:
         self._pinned: dict[int, list[KVCacheBlock]] = {}
         self._reserved: dict[int, _Carry] = {}
         self._copying: list[_Copy] = []
+        self._adopted: list[str] = []
         self._blocks.prefix_of = self.prefix
 
     @property
@@ -246,6 +247,23 @@ class BlocksAhead:
         free: int = self._pool.get_num_free_blocks()
         return bool(kept + unheld + new + rest <= free)
 
+    def promise(self, carry: int, request_id: str) -> bool:
+        """See ``interface.Core.promise``; return whether the request has got blocks."""
+        of_carry = self._reserved.get(carry)
+        if of_carry is None or of_carry.settled or request_id not in of_carry.requests:
+            return False
+        reserved = of_carry.requests[request_id]
+        request, tables, size = reserved.request, reserved.tables, self._blocks.block_tokens
+        tokens = self._blocks.most_tokens(request, request.num_tokens + AHEAD_TOKENS)
+        before, reserved.rest = reserved.rest, 0
+        rest = sum(max(0, -(-tokens // size) - len(table)) for table in tables)
+        may_have = reserved.awaited and len(tables[0])  # vLLM gives no blocks for nothing
+        has_room = may_have and self._has_room(tables, len(tables[0]), rest)
+        if has_room and self._blocks.promise(request, tables):
+            return True
+        reserved.rest = before
+        return False
+
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``interface.Core.settle``."""
         of_carry = self._reserved.get(carry)
@@ -253,9 +271,10 @@ class BlocksAhead:
             return
         of_carry.settled = True
         of_carry.by_hash.clear()
-        if copied:
-            for reserved in of_carry.requests.values():
+        for reserved in of_carry.requests.values():
+            if copied:
                 self._cache(reserved)
+            self._blocks.keep_promise(reserved.request, copied=copied)
         over = [n for n, reserved in of_carry.requests.items() if not (copied and reserved.awaited)]
         self._forget(carry, over)
 
@@ -283,13 +302,22 @@ class BlocksAhead:
                 return list(tables[0]) if len(tables) == 1 else []
         return []
 
+    def let_go_later(self, request_id: str) -> None:
+        """Let ``let_go`` forget a request, which has been adopted and holds its blocks itself."""
+        self._adopted.append(request_id)
+
+    def let_go(self) -> None:
+        """Forget the adopted requests. Their step goes first, because this takes a while."""
+        self.forget([])
+
     def forget(self, request_ids: Collection[str]) -> None:
         """Let go of what is reserved for requests that were adopted, or do not come.
 
         While it is copied, somebody still writes to it: it comes free when that is settled.
         """
+        gone, self._adopted = [*request_ids, *self._adopted], []
         for carry in list(self._reserved):
-            self._forget(carry, request_ids)
+            self._forget(carry, gone)
 
     def _forget(self, carry: int, request_ids: Collection[str]) -> None:
         of_carry = self._reserved[carry]

@@ -4,6 +4,10 @@ A request that comes gets its blocks when it is adopted, or before that while it
 old unit runs: it is *allotted* them. Then they are in no prefix cache until it is adopted, because
 nothing is read into them before that. Another request that begins alike waits until it is adopted,
 too, so that it finds these blocks.
+
+A request that is copied ahead is *promised* its blocks as soon as its first ones are reserved:
+these, and some for the tokens that it makes until it comes. That is most of the work, and nobody
+waits for it then. All that is left to do when they are allotted is to see that they suffice.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.request import Request
 
 from shoal.policies.values.layouts import Unit
+from shoal.runtime.protocol.messages import AHEAD_TOKENS
 
 PhysicalBlocks = Callable[[Sequence[int]], Mapping[int, list[int]]]
 """Turns block ids of the core into the ids of each member."""
@@ -43,6 +48,9 @@ class CarriedBlocks:
     def __init__(self, unit: Unit, scheduler: Any, physical: PhysicalBlocks) -> None:
         self._unit, self._scheduler, self._physical = unit, scheduler, physical
         self._allotted: dict[str, Place] = {}
+        self._promised: dict[str, Place] = {}
+        self._doubtful: set[str] = set()
+        """Those of the promised requests whose first blocks are still read into."""
         self._unread: dict[str, bytes] = {}
         """Of those whose next block others may begin with, the hash of that block."""
         self.prefix_of: Callable[[str], Sequence[KVCacheBlock]] = lambda _: ()
@@ -67,6 +75,34 @@ class CarriedBlocks:
 
     # --- requests that come ---
 
+    def promise(self, request: Request, first: Sequence[Sequence[KVCacheBlock]]) -> bool:
+        """Give a request blocks while its first ones are read into; return whether it has them.
+
+        Args:
+            request: the request, with the tokens that are known by now.
+            first: the blocks of its first tokens, for each KV group.
+        """
+        hits = self._manager.create_kv_cache_blocks(tuple(map(list, first)))
+        held, length = len(first[0]) * self.block_tokens, request.num_tokens + AHEAD_TOKENS
+        place = self._allocate(request, hits, held, held, length, cache=False)
+        if place is None:
+            return False
+        self._promised[request.request_id] = place
+        self._doubtful.add(request.request_id)
+        return True
+
+    def keep_promise(self, request: Request, *, copied: bool) -> None:
+        """Say that nobody reads into a request's first blocks any more.
+
+        Args:
+            request: the request.
+            copied: whether they hold its KV.
+        """
+        if copied:
+            self._doubtful.discard(request.request_id)
+        elif request.request_id in self._promised:
+            self.forget(request)
+
     def allot(self, request: Request, computed: int, length: int) -> bool:
         """Give a request blocks before it comes; return whether it has them.
 
@@ -77,11 +113,14 @@ class CarriedBlocks:
         """
         if request.request_id in self._allotted:
             return True
-        hits, cached = self._lookup(request)
+        place = self._as_promised(request, computed, length)
+        hits, cached = (None, place.begin) if place else self._lookup(request)
         missing = self._missing(request, cached, computed)
         if missing in self._unread.values():
+            self.forget(request)
             return False
-        place = self._allocate(request, hits, cached, computed, length, cache=False)
+        if place is None:
+            place = self._allocate(request, hits, cached, computed, length, cache=False)
         if place is None:
             return False
         self._allotted[request.request_id] = place
@@ -94,22 +133,50 @@ class CarriedBlocks:
 
         Those of the blocks that are full are in the prefix cache from now on.
         """
-        place = self._allotted.get(request.request_id)
+        place, length = self._allotted.get(request.request_id), request.num_tokens
+        place = place or self._as_promised(request, computed, length)
         if place is None or place.computed != computed:
             self.forget(request)
-            length = request.num_tokens
             return self._allocate(request, *self._lookup(request), computed, length, cache=True)
-        del self._allotted[request.request_id]
+        self._allotted.pop(request.request_id, None)
         self._unread.pop(request.request_id, None)
         self._manager.cache_blocks(request, max(place.begin, computed))
         return place
 
+    def _as_promised(self, request: Request, computed: int, length: int) -> Place | None:
+        """Return what a request was promised, for all tokens that come; None: that is not enough.
+
+        If so, the blocks are free again.
+        """
+        place = self._promised.get(request.request_id)
+        if place is None:
+            return None
+        size, groups = self.block_tokens, self._manager.get_blocks(request.request_id).blocks
+        has_all = min(map(len, groups)) * size >= self.most_tokens(request, length)
+        if request.request_id in self._doubtful or computed < place.computed or not has_all:
+            self.forget(request)
+            return None
+        del self._promised[request.request_id]
+        more = [
+            [block.block_id for block in group[len(known) : -(-computed // size)]]
+            for known, group in zip(place.groups, groups, strict=True)
+        ]
+        of_members = {
+            engine: [known + new for known, new in zip(place.by_member[engine], added, strict=True)]
+            for engine, added in self.by_member(more).items()
+        }
+        grown = [known + new for known, new in zip(place.groups, more, strict=True)]
+        return Place(computed, place.begin, grown, of_members)
+
     def forget(self, request: Request) -> None:
-        """Free what a request was allotted, if it was."""
-        if self._allotted.pop(request.request_id, None) is None:
+        """Free what a request was promised or allotted, if it was."""
+        request_id = request.request_id
+        places = self._promised.pop(request_id, None), self._allotted.pop(request_id, None)
+        self._doubtful.discard(request_id)
+        if places == (None, None):
             return
-        self._unread.pop(request.request_id, None)
-        freed = set().union(*self._manager.get_block_ids(request.request_id))
+        self._unread.pop(request_id, None)
+        freed = set().union(*self._manager.get_block_ids(request_id))
         self._manager.free(request)
         # The next step must not zero what others may have by then, and may have read.
         for manager in self.managers:
@@ -119,7 +186,7 @@ class CarriedBlocks:
         """Return whether a request that has not come yet has found any of these blocks."""
         found = (
             group[: place.begin // self.block_tokens]
-            for place in self._allotted.values()
+            for place in (*self._promised.values(), *self._allotted.values())
             for group in place.groups
         )
         return not set(blocks).isdisjoint(set().union(*found))

@@ -397,7 +397,8 @@ class CarriedRequests:
             self.copy()
         for copy in self._copying:
             for request_id in forgotten & copy.filled.keys():
-                self._block_pool.evict_blocks(set(copy.filled[request_id]))
+                # If the copy fails, that concerns no request that is begun again under this name.
+                self._block_pool.evict_blocks(set(copy.filled.pop(request_id)))
         for request_id in forgotten:
             self._parked.pop(request_id, None)
             self._announced.pop(request_id, None)

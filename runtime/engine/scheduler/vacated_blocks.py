@@ -74,7 +74,7 @@ class VacatedBlocks:
             return len(lost)
         vacated = vacate(self._scheduler, is_given_up)
         self._carried.begin_again(vacated.requests)
-        copies = copies_of(vacated, self._physical, self._scheduler.block_size)
+        copies = copies_of(vacated.moved, self._physical, self._scheduler.block_size)
         if copies:
             seq, future = self._channel.expect(answers=len(self._channel.unit.engines))
             self._channel.send(instructions.Move(seq, copies))
@@ -106,9 +106,11 @@ def vacate(scheduler: Any, is_given_up: IsGivenUp) -> Vacated:
     Only while no step is in flight, or if no request holds such a block.
     """
     pool, managers = scheduler.kv_cache_manager.block_pool, _managers(scheduler)
-    lacking = _lacking_room(scheduler, is_given_up)
-    preempt(scheduler, lacking)
-    free = [b for b in pool.free_block_queue.get_all_free_blocks() if is_given_up(b.block_id)]
+    free = _free(pool, is_given_up)
+    lacking = _lacking_room(scheduler, is_given_up, pool.get_num_free_blocks() - len(free))
+    if lacking:
+        preempt(scheduler, lacking)
+        free = _free(pool, is_given_up)
     pool.touch(free)  # so that nobody gets them
     moved = [_move_held(pool, manager, is_given_up) for manager in managers]
     emptied = [block for of_group in moved for block in of_group.source]
@@ -129,9 +131,20 @@ def _managers(scheduler: Any) -> Sequence[Any]:
     return managers
 
 
-def _lacking_room(scheduler: Any, is_given_up: IsGivenUp) -> list[str]:
-    """Return the requests that have to be preempted so that the others' blocks find room."""
-    pool, managers = scheduler.kv_cache_manager.block_pool, _managers(scheduler)
+def _free(pool: Any, is_given_up: IsGivenUp) -> Blocks:
+    """Return the free blocks that are given up, in the order in which the pool would use them."""
+    return [b for b in pool.free_block_queue.get_all_free_blocks() if is_given_up(b.block_id)]
+
+
+def _lacking_room(scheduler: Any, is_given_up: IsGivenUp, staying: int) -> list[str]:
+    """Return the requests that have to be preempted so that the others' blocks find room.
+
+    Args:
+        scheduler: vLLM's.
+        is_given_up: which blocks are.
+        staying: how many free blocks are not.
+    """
+    managers = _managers(scheduler)
     held = {
         block.block_id
         for manager in managers
@@ -139,8 +152,7 @@ def _lacking_room(scheduler: Any, is_given_up: IsGivenUp) -> list[str]:
         for block in blocks
         if is_given_up(block.block_id)
     }
-    free = pool.free_block_queue.get_all_free_blocks()
-    room = sum(not is_given_up(block.block_id) for block in free) - len(held)
+    room = staying - len(held)
     lacking = list[str]()
     for request_id in reversed(holders(scheduler, is_given_up)):
         if room >= 0:
@@ -197,18 +209,18 @@ def _move_cached(pool: Any, cached: Blocks) -> list[tuple[Any, Any]]:
     return list(zip(source, target, strict=True))
 
 
-def copies_of(vacated: Vacated, physical: PhysicalBlocks, block_tokens: int) -> list[Arrival]:
+def copies_of(moved: Sequence[Moved], physical: PhysicalBlocks, block_tokens: int) -> list[Arrival]:
     """Return what runners have to read, and where to.
 
     It is described as the KV of one request for each KV group, which has null blocks, that are not
     read, in all other groups.
 
     Args:
-        vacated: what has moved.
+        moved: what moves, for each KV group.
         physical: what backs the core's blocks.
         block_tokens: tokens of a block.
     """
-    groups = len(vacated.moved)
+    groups = len(moved)
 
     def of(group: int, blocks: Blocks) -> dict[int, list[list[int]]]:
         nothing = [NULL_BLOCK] * len(blocks)
@@ -228,6 +240,6 @@ def copies_of(vacated: Vacated, physical: PhysicalBlocks, block_tokens: int) -> 
             source=of(group, source),
             target=of(group, target),
         )
-        for group, (source, target) in enumerate(vacated.moved)
+        for group, (source, target) in enumerate(moved)
         if source
     ]

@@ -36,6 +36,7 @@ from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends, pen
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
 from shoal.runtime.engine.scheduler.scheduled_steps import (
     InFlight,
+    are_steady,
     awaits_tokens,
     beginning,
     tells_runners,
@@ -131,6 +132,8 @@ class VllmCore:
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See ``interface.Core.abort``."""
+        for step in self._in_flight:
+            step.gone.update(request_ids)
         self._carried.forget(request_ids)
         self._ahead.forget(request_ids)
         self._beginnings.forget(request_ids)
@@ -141,7 +144,7 @@ class VllmCore:
         """See ``interface.Core.withdraw``."""
         known = [self._scheduler.requests.get(request_id) for request_id in request_ids]
         tokens = {r.request_id: list(r.output_token_ids) for r in known if r is not None}
-        self.abort(list(tokens))
+        self.abort([*tokens])
         return tokens
 
     # --- requests that are carried ---
@@ -165,17 +168,15 @@ class VllmCore:
 
     def expect(self, request_id: str, frames: Sequence[Any]) -> None:
         """See ``interface.Core.expect``."""
-        request = self._decoded(frames)
-        self._carried.expect(request)
+        self._carried.expect(request := self._decoded(frames))
         self._beginnings.expect(request)
 
     def allot(self, request: CarriedRequest) -> bool:
         """See ``interface.Core.allot``."""
-        is_allotted = self._carried.allot(request)
-        if is_allotted:
-            self._ahead.forget([request.request_id])
-            self._beginnings.seat(request.request_id, request.computed)
-        return is_allotted
+        if not self._carried.allot(request):
+            return False
+        self._beginnings.seat(request.request_id)
+        return True
 
     def tell_allotted(self) -> None:
         """See ``interface.Core.tell_allotted``."""
@@ -185,8 +186,8 @@ class VllmCore:
         """See ``interface.Core.adopt``."""
         self._stalled = False
         adoption = self._carried.adopt(source, request, with_kv=with_kv)
-        if adoption is not None:
-            self._ahead.forget([request.request_id])
+        if adoption:
+            self._ahead.let_go_later(request.request_id)
         return adoption
 
     def copy(self) -> None:
@@ -224,9 +225,16 @@ class VllmCore:
         """See ``interface.Core.reserve``."""
         return self._ahead.reserve(carry, requests)
 
+    def promise(self, carry: int, request_id: str) -> None:
+        """See ``interface.Core.promise``."""
+        if self._ahead.promise(carry, request_id):
+            self._beginnings.seat(request_id)
+
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``interface.Core.settle``."""
         self._ahead.settle(carry, copied=copied)
+        if not self.unit.is_group:  # a group tells its members after their bind
+            self.tell_allotted()
         self._stalled = False
 
     def copy_ahead(
@@ -261,10 +269,11 @@ class VllmCore:
         return self._carried.has_ended(self._in_flight[0].copy)
 
     def _collect_one(self, step: InFlight, collected: Collected) -> None:
+        step.forget_gone()
         outputs = self._update(step.scheduled, step.future.result())
         self._stalled = False
         if step.scheduled.total_num_scheduled_tokens:
-            collected.steps.append(EndedSteps(step.mode, step.work))
+            collected.steps.append(EndedSteps(step.mode, step.done))
         for client_index, client_outputs in outputs.items():
             client_outputs.engine_index = wire.unit_index(self.unit)
             collected.finished.extend(
@@ -318,17 +327,8 @@ class VllmCore:
             return False
         if not self._oldest_has_ended() or steps[0].future.exception() is not None:
             return False
-        # A first token must not wait, nor one that comes after a carry, and no request may be
-        # preempted in vain.
-        begins = any(True for _ in beginning(steps[0].scheduled))
-        if begins or any(step.work.prefill_tokens for step in steps):
-            return False
-        if self.block_pool.get_num_free_blocks() < running:
-            return False
-        # If the later step left a request out, for lack of blocks say, runners would be sent its
-        # tokens again as far as they are known here: without the token of the ended step.
-        older, newer = (step.scheduled.num_scheduled_tokens for step in (steps[0], steps[-1]))
-        return bool(older.keys() <= newer.keys())
+        # No request may be preempted in vain.
+        return self.block_pool.get_num_free_blocks() >= running and are_steady(steps)
 
     def holders(self, beyond: int) -> list[str]:
         """See ``interface.Core.holders``."""
@@ -382,6 +382,7 @@ class VllmCore:
         seq, future = self._executor.run_step(told, grammar, sample=sample, mode=mode, begun=begun)
         step = InFlight(seq, scheduled, future, mode, work_of(scheduled), self._carried.latest_copy)
         self._in_flight.append(step)
+        self._ahead.let_go()
         if not sample:
             self._deferred = step
         return True
@@ -405,10 +406,8 @@ class VllmCore:
     @property
     def oldest_step(self) -> tuple[Mode, Work] | None:
         """See ``interface.Core.oldest_step``."""
-        if not self._in_flight:
-            return None
-        oldest = self._in_flight[0]
-        return oldest.mode, oldest.work
+        oldest = self._in_flight[0] if self._in_flight else None
+        return (oldest.mode, oldest.work) if oldest else None
 
     @property
     def num_requests(self) -> int:

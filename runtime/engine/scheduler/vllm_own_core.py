@@ -6,7 +6,9 @@ from typing import Any
 from vllm.config import VllmConfig
 
 from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.agent.results import Collected
 from shoal.runtime.engine.scheduler.block_holders import preempt
+from shoal.runtime.engine.scheduler.given_up_blocks import GivenUpBlocks
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 
 
@@ -16,8 +18,7 @@ class VllmOwnCore(VllmCore):
     def __init__(self, unit: Unit, config: VllmConfig, *, log_stats: bool, max_sp: int = 1) -> None:
         super().__init__(unit, config, log_stats=log_stats, max_sp=max_sp)
         self._lent: dict[int, Any] = {}
-        self._withheld: list[Any] = []
-        """Blocks that are given up."""
+        self._given_up = GivenUpBlocks(self._scheduler, self.channel, self._physical)
 
     @property
     def num_blocks(self) -> int:
@@ -48,21 +49,28 @@ class VllmOwnCore(VllmCore):
         # The scheduler may have something to run again.
         self._stalled = False
 
+    def clear(self, beyond: int, *, moves: bool) -> bool:
+        """See ``interface.BlockLender.clear``."""
+        self._stalled = False
+        return self._given_up.clear(beyond, moves=moves and self._carried.shares_kv)
+
+    @property
+    def is_clearing(self) -> bool:
+        """See ``interface.BlockLender.is_clearing``."""
+        return self._given_up.is_clearing
+
+    def collect(self) -> Collected | None:
+        """See ``interface.Core.collect``."""
+        self._given_up.tend()
+        return super().collect()
+
     def withhold(self, beyond: int) -> int:
         """See ``interface.BlockLender.withhold``."""
-        pool = self.block_pool
-        given_up = self.num_blocks - beyond
-        if len(self._withheld) < given_up:
-            free = [block for block in pool.blocks[beyond + 1 :] if block.ref_cnt == 0]
-            pool.evict_blocks({block.block_id for block in free})
-            pool.touch(free)
-            self._withheld += free
-        return given_up - len(self._withheld)
+        return self._given_up.withhold(beyond)
 
     def restore(self) -> None:
         """See ``interface.BlockLender.restore``."""
-        self.block_pool.free_blocks(self._withheld)
-        self._withheld = []
+        self._given_up.restore()
         self._stalled = False
 
     @property
@@ -75,7 +83,7 @@ class VllmOwnCore(VllmCore):
         problems, engine = super().check_integrity(), self.unit.leader
         if self.num_requests == 0:
             free = self.block_pool.get_num_free_blocks()
-            accounted = free + len(self._lent) + self._ahead.num_held + len(self._withheld)
+            accounted = free + len(self._lent) + self._ahead.num_held + self._given_up.num_held
             if accounted != self.num_blocks:
                 problems.append(
                     f"engine {engine}: {accounted} blocks free, lent, copied ahead or given up, "

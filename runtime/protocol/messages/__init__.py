@@ -118,6 +118,7 @@ from shoal.runtime.protocol.messages.trial_messages import Tried, Try
 from shoal.runtime.protocol.messages.utility_messages import Utility, UtilityDone
 from shoal.runtime.protocol.messages.values import (
     AHEAD,
+    AHEAD_TOKENS,
     RETRY_SECONDS,
     SHUTTING_DOWN,
     UNAVAILABLE_RETRY_SECONDS,
@@ -134,6 +135,7 @@ from shoal.runtime.protocol.messages.values import (
 
 __all__ = [
     "AHEAD",
+    "AHEAD_TOKENS",
     "POLICY_DECIDES",
     "RETRY_SECONDS",
     "SHUTTING_DOWN",

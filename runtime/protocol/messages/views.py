@@ -166,10 +166,13 @@ class MemoryView(msgspec.Struct, frozen=True):
     reason: str
     outcome: str
     error: str | None = None
+    stages: dict[str, float] = {}
+    """Seconds of each stage (``memory_changes.Stage``), by its name in small letters."""
 
     def line(self) -> str:
         """Return the change in one line, for people to read."""
-        took = f"{self.duration_seconds * 1e3:.1f} ms"
+        parts = ", ".join(f"{name} {took * 1e3:.1f}" for name, took in self.stages.items())
+        took = f"{self.duration_seconds * 1e3:.1f} ms" + (f" ({parts})" if parts else "")
         end = f"failed after {took}: {self.error}" if self.error else f"took {took}"
         return (
             f"memory {self.epoch}: weights shared by {self.before} -> {self.after} on engines "

@@ -3,6 +3,7 @@
 "use strict";
 
 const WINDOW = 300; // seconds that are drawn
+const LEAST = 60; // of a node that has just begun
 const GAP = 3; // seconds without a moment after which nobody watched
 const FAINT = 5; // seconds without an event after which the page says so
 const MODES = ["dp", "tp", "sp"];
@@ -259,12 +260,15 @@ const SPACE = 5;
 const GUTTER = 66;
 const TOP = 12;
 
+// The seconds that are drawn: of a young node all, so that its first switches are wide enough to be seen.
+const span = (at) => Math.min(WINDOW, Math.max(LEAST, at - state.about.since));
+
 function showTimeline(at) {
   const svg = $("timeline");
   const width = svg.clientWidth || 600;
   const rows = state.about.engines;
   const bottom = TOP + rows * (ROW + SPACE);
-  const x = (time) => GUTTER + (width - GUTTER) * Math.max(0, 1 - (at - time) / WINDOW);
+  const x = (time) => GUTTER + (width - GUTTER) * Math.max(0, 1 - (at - time) / span(at));
   const y = (engine) => TOP + engine * (ROW + SPACE);
   svg.setAttribute("height", bottom + 18);
   svg.setAttribute("viewBox", `0 0 ${width} ${bottom + 18}`);
@@ -283,12 +287,13 @@ function showTimeline(at) {
 
 function axis(x, at, top, bottom, width) {
   const parts = [];
-  for (let minutes = 5; minutes >= 0; minutes--) {
+  const most = Math.floor(span(at) / 60);
+  for (let minutes = most; minutes >= 0; minutes--) {
     const where = x(at - minutes * 60);
     const line = draw("g", { class: "axis" });
     line.append(draw("line", { x1: where, x2: where, y1: top, y2: bottom }));
-    const anchor = minutes === 0 ? "end" : minutes === 5 ? "start" : "middle";
-    if (minutes % 2 === 0 || width > 480) {
+    const anchor = minutes === 0 ? "end" : minutes === most ? "start" : "middle";
+    if (minutes % 2 === 0 || width > 480 || most < 4) {
       line.append(draw("text", { x: where, y: bottom + 14, "text-anchor": anchor }, minutes ? `−${minutes} min` : "now"));
     }
     parts.push(line);
@@ -331,7 +336,7 @@ function showRates(at, tokens) {
   const most = Math.max(1, ...state.rates.map(([, of]) => MODES.reduce((sum, mode) => sum + of[mode][1], 0)));
   const step = 10 ** Math.floor(Math.log10(most));
   const top = Math.ceil(most / step) * step;
-  const x = (time) => width * Math.max(0, 1 - (at - time) / WINDOW);
+  const x = (time) => width * Math.max(0, 1 - (at - time) / span(at));
   const y = (value) => 14 + (height - 14) * (1 - value / top);
   svg.setAttribute("height", height + 18);
   svg.setAttribute("viewBox", `0 0 ${width} ${height + 18}`);
@@ -497,14 +502,14 @@ function showMemory({ engines }) {
 
 function showSwitches() {
   const items = [...state.switches].reverse().map((done) => {
-    const arrow = `${partitionText(done.before, done.before_layouts)} → ${partitionText(done.after, done.after_layouts)}`;
+    const arrow = [...unitNames(done.before, done.before_layouts), "→", ...unitNames(done.after, done.after_layouts)];
     const why = `${done.reason || "no reason given"}, ${done.preempt}${done.late ? ", late" : ""}`;
     const when = new Date(done.at * 1000).toLocaleTimeString("en-GB");
     return make(
       "li",
       { "data-epoch": done.epoch },
       make("span", { class: "when" }, when),
-      make("span", {}, arrow),
+      make("span", { class: "arrow" }, ...arrow.flatMap((part) => [make("span", {}, part), " "]).slice(0, -1)),
       make("span", { class: "why" }, why),
       make("span", { class: "took" }, seconds(done.duration_seconds)),
       make("span", { class: done.error ? "what failed" : "what" }, done.error ?? carried(done)),
@@ -513,9 +518,9 @@ function showSwitches() {
   $("switches").replaceChildren(...(items.length ? items : [make("li", {}, "None yet.")]));
 }
 
-function partitionText(units, layouts) {
+function unitNames(units, layouts) {
   const named = (unit, layout) => `[${enginesText(unit)}]${isPipeline(layout) ? ` ${layout.toUpperCase()}` : ""}`;
-  return units.map((unit, k) => named(unit, layouts[k])).join(" ");
+  return units.map((unit, k) => named(unit, layouts[k]));
 }
 
 function carried({ requests, carried_bytes, precopied_bytes }) {
@@ -556,7 +561,8 @@ function partitions(engines, maxGroup) {
 function layoutButton(units) {
   const spoken = units.map((unit) => (unit.length > 1 ? `${enginesText(unit)} together` : `${unit[0]} alone`));
   const button = make("button", { type: "button", "aria-label": `Engines ${spoken.join(", ")}`, "data-units": JSON.stringify(units) });
-  button.append(...units.map((unit) => make("span", { class: "group" }, enginesText(unit))));
+  const colour = (unit) => (unit.length > 1 ? `tp${unit.length}` : "dp"); // that of the unit's band
+  button.append(...units.map((unit) => make("span", { class: `group ${colour(unit)}` }, enginesText(unit))));
   button.addEventListener("click", () => switchTo(units));
   return button;
 }
@@ -598,7 +604,7 @@ async function ask(path, body, asking, said) {
 
 const switchTo = (units) =>
   ask("/admin/layout", { units, preempt: $("treatment").value }, "Switching", (done) => {
-    const took = `Switch to ${partitionText(done.after, done.after_layouts)} took ${seconds(done.duration_seconds)}`;
+    const took = `Switch to ${unitNames(done.after, done.after_layouts).join(" ")} took ${seconds(done.duration_seconds)}`;
     return `${took}: ${carried(done)}.`;
   });
 

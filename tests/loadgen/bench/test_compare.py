@@ -147,8 +147,16 @@ def test_rates_and_policies_may_be_added_but_not_other_arrivals(tmp_path: Path) 
     # Of the system there is nothing to add to this rate, and all of the other.
     assert bench.main([*arguments, "--rates", "2", "--policies", "adaptive"]) == 0
     assert bench.main([*arguments, "--rates", "2,2.5"]) == compare.INCOMPLETE_EXIT_CODE
-    with pytest.raises(UserError, match="another workload rates 2"):
-        bench.main([*arguments, "--rates", "2", "--rate-seconds", "30"])
+    for other in (["--rate-seconds", "30"], ["--rate-request", "7000:9000,250"]):
+        with pytest.raises(UserError, match="another workload rates 2"):
+            bench.main([*arguments, "--rates", "2", *other])
+
+
+def test_requests_of_a_rate_may_differ_in_their_lengths(tmp_path: Path) -> None:
+    arguments = [*GPU, "--out", str(tmp_path), "--budget-seconds", "0", "--measures", "rates"]
+    bench.main([*arguments, "--rates", "9", "--rate-request", "2000:10000,50"])
+    found = msgspec.json.decode((tmp_path / "results.json").read_bytes())
+    assert found["workloads"]["rates 9"]["request"] == [[2000, 10000], 50]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +175,11 @@ def test_rates_and_policies_may_be_added_but_not_other_arrivals(tmp_path: Path) 
         (["--degrees", "3"], "--degrees 3: it must be one of 2, 4"),
         (["--policy", "fish"], "no policy 'fish'"),
         (["--trace", "none.csv"], "cannot read none.csv"),
-        (["--measures", "rates", "--rate-request", "8000"], "PROMPT,OUTPUT"),
+        *(
+            (["--measures", "rates", "--rate-request", text], f"{text}: .* PROMPT,OUTPUT")
+            for text in ("8000", "8000,250,1", "8,x", "8:,2", "1:2:3,4", "9:8,2", "0,2")
+        ),
+        (["--measures", "rates", "--rate-request", "8:32000,8:1000"], "33000 tokens are more"),
         (["--measures", "rates", "--max-model-len", "8249"], "8250 tokens are more than"),
         (["--measures", "rates", "--rates", "1,0.001"], "--rates 0.001: no request comes"),
     ],

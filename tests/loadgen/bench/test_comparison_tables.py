@@ -11,7 +11,7 @@ from shoal.loadgen.bench.comparison_results import Results, SystemResults
 from shoal.loadgen.bench.dummy_model import read_shape
 from shoal.loadgen.bench.measures import Sizes
 from shoal.loadgen.bench.memory import by_kind, gpu_memory
-from shoal.loadgen.bench.systems import SHOAL, STOCK_DP, STOCK_TP, Settings
+from shoal.loadgen.bench.systems import SHOAL, STOCK_DP, STOCK_EP, STOCK_TP, Settings
 
 SETTINGS = Settings("llama-3-8b", 2, "bfloat16", None, 32768, 256, 8192, 0.9, False, 1, ())
 KV_GIB_PER_TOKEN = 2 * 32 * 8 * 128 * 2 / (1 << 30)
@@ -109,6 +109,20 @@ def test_degrees_between_are_compared_with_replicas_of_that_degree() -> None:
     results.systems["stock-tp2"] = replicas
     report = comparison_tables.markdown(results)
     assert "| TP2: TPOT, 1 per unit, ms | 3.00 | 3.60 | 20.0 % slower |" in report
+
+
+def test_shoal_is_compared_with_the_better_of_shares_and_ranges_of_experts() -> None:
+    results = made_up()
+    assert "whole experts" not in comparison_tables.markdown(results)
+    figures = {
+        "decode": {"tp2": {"1": {"tpot": 0.002}, "8": {"tpot": 0.009}}},
+        "saturation": {"tp2": {"output_tokens_per_second": 10.0}},
+    }
+    results.systems[STOCK_EP] = SystemResults([], measures=figures)
+    report = comparison_tables.markdown(results).split("## Beside stock vLLM with whole experts")[1]
+    assert "| TPOT, 1 per unit, ms | 3.50 | 2.00 | 3.60 | 80.0 % slower |" in report
+    tokens = next(line for line in report.splitlines() if line.startswith("| output tokens/s"))
+    assert tokens.split(" | ")[2] == "10", tokens
 
 
 def test_nothing_measured_is_no_figure() -> None:

@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from shoal.loadgen.bench.dummy_model import read_shape, write_model
+from shoal.loadgen.bench.dummy_model import built_in_shapes, has_experts, read_shape, write_model
 
 SHAPE = read_shape("llama-3-8b")
 
@@ -35,3 +35,10 @@ def test_every_id_beyond_the_bytes_streams_as_text_of_its_own(tokenizer: Tokeniz
     assert all(texts)
     assert len(set(texts)) == len(ids)
     assert tokenizer.get_vocab_size() == SHAPE["vocab_size"]
+
+
+def test_which_shapes_have_experts() -> None:
+    assert {name for name in built_in_shapes() if has_experts(read_shape(name))} == {
+        "gpt-oss-20b",
+        "qwen3-30b-a3b",
+    }

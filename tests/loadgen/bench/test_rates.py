@@ -14,6 +14,7 @@ from shoal.loadgen.bench.systems import SHOAL, STOCK_TP, System, dp_layout, tp_l
 from shoal.loadgen.bench.token_client import Client, RequestFailedError
 from shoal.loadgen.exchange import Exchange, Outcome
 from shoal.loadgen.open_loop import Run
+from shoal.loadgen.shapes import Lengths
 from shoal.loadgen.workload import Arrival, Workload
 from shoal.server.options.workload_options import add_workload_options, read_workload
 from tests.loadgen.stand_in import complete, stand_in
@@ -25,6 +26,8 @@ NODE = System(
     switches=True,
 )
 STOCK = System(STOCK_TP, ("serve",), (tp_layout(2),))
+EQUAL = Lengths((8000, 8000), (250, 250))
+UNEVEN = Lengths((2000, 9000), (50, 450))
 SIZES = Sizes(shift_threshold=256)
 WORKLOAD = Workload("poisson", tuple(Arrival(0.001 * n, 16, 4) for n in range(5)))
 SWEEP = Sweep({"rates 2": WORKLOAD}, ("flying",), lead_seconds=0.0)
@@ -39,13 +42,15 @@ def test_arrivals_are_those_of_the_simulator() -> None:
     add_workload_options(parser)
     options = "--trace poisson --rate 3 --duration 20 --prompt-tokens 8000 --output-tokens 250"
     simulated = read_workload(parser.parse_args(options.split()))
-    assert arrivals(3.0, 20.0, (8000, 250), seed=0) == simulated
-    assert arrivals(3.0, 20.0, (8000, 250), seed=1) != simulated
+    assert arrivals(3.0, 20.0, EQUAL, seed=0) == simulated
+    assert arrivals(3.0, 20.0, EQUAL, seed=1) != simulated
 
 
 def test_a_higher_rate_brings_the_same_arrivals_sooner() -> None:
-    slow, fast = (arrivals(rate, 20.0, (8, 2), seed=0).arrivals for rate in (1.0, 4.0))
+    slow, fast = (arrivals(rate, 20.0, UNEVEN, seed=0).arrivals for rate in (1.0, 4.0))
     assert len(fast) > 2 * len(slow)
+    assert len({a.prompt_tokens for a in slow}) > 10
+    assert [replace(a, at=0.0) for a in slow] == [replace(a, at=0.0) for a in fast[: len(slow)]]
     assert [a.at for a in slow] == pytest.approx([4 * a.at for a in fast[: len(slow)]])
 
 

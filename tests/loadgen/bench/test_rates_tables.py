@@ -71,6 +71,14 @@ def test_a_table_has_all_ways_of_all_systems_and_policies_beside_the_best() -> N
     assert rates == ["2", "10"] * 9
 
 
+def test_lengths_are_said_once_for_all_rates_that_share_them() -> None:
+    results = made_up()
+    results.workloads["rates 10"]["request"] = [[2000, 10000], 50]
+    lines = "\n".join(rates_table(results))
+    assert "8000 tokens in and 250 out" in lines
+    assert "2000 to 10000 tokens in and 50 out, 20 s of Poisson arrivals, seed 0" in lines
+
+
 def test_what_speaks_against_a_cell_is_said() -> None:
     lines = rates_table(made_up())
     assert "- Not valid, 10 requests/s, shoal dp: sending lagged." in lines

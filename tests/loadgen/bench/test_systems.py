@@ -58,6 +58,17 @@ def test_degrees_between_are_replicas_of_stock_and_groups_of_shoal() -> None:
     assert not any(layout.pinned for layout in systems["shoal"].layouts)
 
 
+def test_experts_are_measured_in_ranges_beside_shares() -> None:
+    systems = {s.name: s for s in all_systems(settings(2), "model", experts=True)}
+    assert list(systems) == ["stock-dp", "stock-tp", "stock-ep", "shoal"]
+    tp, ep = (systems[name] for name in ("stock-tp", "stock-ep"))
+    added = [word for word in ep.command if word not in tp.command]
+    assert added == ["--enable-expert-parallel"], "all else is alike"
+    assert ep.layouts == tp.layouts
+    dense = [system.name for system in all_systems(settings(2), "model")]
+    assert "stock-ep" not in dense, "a dense model has nothing to divide so"
+
+
 def test_every_degree_is_measured_by_sequence_too() -> None:
     def names(found: Settings) -> list[str]:
         return [way.name for way in ways(all_systems(found, "model")[-1], Sizes())]

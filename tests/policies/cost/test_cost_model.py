@@ -14,6 +14,7 @@ from shoal.policies.cost.cost_model import (
     Hardware,
     ModelShape,
 )
+from shoal.policies.cost.speculation import KEPT, Speculation
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 
@@ -492,15 +493,9 @@ def test_a_pipelines_step_takes_all_layers_and_a_hop_between_two_stages(tp: int,
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_as_many_steps_of_a_pipeline_end_in_the_time_of_one_as_there_are_stages(pp: int) -> None:
-    prompt, layout = Batch(prefill_tokens=1000), Layout(pp=pp)
-    fast = replace(MODEL, hardware=replace(HARDWARE, link_bytes_per_second=1e12))
-    whole = fast.step_seconds(DP, prompt) + (pp - 1) * 2 * 1000 * 100 * 2 / 1e12
-    assert fast.interval_seconds(layout, prompt) == pytest.approx(whole / pp)
-    hop = MODEL.hop_seconds(layout, prompt)
+def test_a_hop_sends_two_tensors_of_hidden_states_and_is_only_between_stages(pp: int) -> None:
+    hop = MODEL.hop_seconds(Layout(pp=pp), Batch(prefill_tokens=1000))
     assert hop == pytest.approx(0 if pp == 1 else 2 * 1000 * 100 * 2 / 1e8)
-    if pp > 1:
-        assert MODEL.interval_seconds(layout, prompt) == pytest.approx(hop), "this link is slow"
 
 
 def test_times_between_steps_of_a_pipeline_teach_nothing() -> None:
@@ -529,3 +524,67 @@ def test_steps_that_were_all_measured_at_once_say_both_parts_of_the_error(kind: 
     # A step of the same kind in another layout is corrected alike, as after any measurement.
     other = model.step_seconds(Layout(tp=4), step(sizes[0]))
     assert other > 1.2 * MODEL.step_seconds(Layout(tp=4), step(sizes[0]))
+
+
+SPECULATES = replace(MODEL, speculation=Speculation(drafts=3, accepted=1.5, seen=100))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_a_decode_that_checks_drafts_computes_them_and_yields_what_is_accepted(tp: int) -> None:
+    layout = Layout(tp=tp)
+    few, many = Batch(decodes=10, context_tokens=500), Batch(decodes=2000, context_tokens=100_000)
+    for batch in (few, many):
+        whole = SPECULATES.whole_step_seconds(layout, batch)
+        as_many = Batch(batch.decodes * 4, batch.context_tokens)
+        assert whole == pytest.approx(MODEL.step_seconds(layout, as_many))
+        assert SPECULATES.step_seconds(layout, batch) == pytest.approx(whole / 2.5)
+        assert MODEL.whole_step_seconds(layout, batch) == MODEL.step_seconds(layout, batch)
+
+
+def test_speculation_saves_the_reading_of_weights_and_not_arithmetic() -> None:
+    few, many = (
+        SPECULATES.step_seconds(DP, batch) / MODEL.step_seconds(DP, batch)
+        for batch in (Batch(decodes=1), Batch(decodes=100_000))
+    )
+    assert few == pytest.approx(1 / 2.5)
+    assert many == pytest.approx(4 / 2.5), "rejected drafts are computed in vain"
+
+
+def test_drafts_read_more_experts() -> None:
+    shape = replace(SHAPE, parameters=2.5e6, experts=8, experts_per_token=2, expert_parameters=8e6)
+    plain, drafting = replace(MODEL, shape=shape), replace(SPECULATES, shape=shape)
+    assert drafting.whole_step_seconds(DP, ONE) == pytest.approx(
+        plain.step_seconds(DP, Batch(decodes=4))
+    )
+
+
+def test_a_step_with_prompts_lengthens_a_token_by_what_the_prompts_take() -> None:
+    alone, beside = Batch(100, 5000), Batch(100, 5000, 8000, 4000)
+    added = SPECULATES.step_seconds(DP, beside) - SPECULATES.step_seconds(DP, alone)
+    whole = SPECULATES.whole_step_seconds(DP, beside) - SPECULATES.whole_step_seconds(DP, alone)
+    assert added == pytest.approx(whole)
+    assert added > 0
+    prompts = Batch(prefill_tokens=8000)
+    assert SPECULATES.step_seconds(DP, prompts) == MODEL.step_seconds(DP, prompts)
+
+
+def test_corrections_learn_from_whole_steps() -> None:
+    batch, learned = Batch(decodes=10, context_tokens=500), SPECULATES
+    true = 3 * SPECULATES.whole_step_seconds(DP, batch)
+    for _ in range(2 * KNOWN):
+        learned = learned.observe(DP, batch, true)
+    assert learned.whole_step_seconds(DP, batch) == pytest.approx(true)
+    assert learned.step_seconds(DP, batch) == pytest.approx(true / 2.5)
+
+
+def test_means_of_drafts_follow_the_latest_decodes() -> None:
+    none = Speculation()
+    assert none.see(1000, 0, 0) is none, "without speculation nothing is kept"
+    assert none.see(0, 0, 0) is none
+    seen = none.see(100, 300, 150)
+    assert (seen.checked, seen.yielded) == (4, 2.5)
+    later = seen.see(100, 0, 0)
+    assert (later.checked, later.yielded) == (2.5, 1.75), "steps without proposals count, too"
+    for _ in range(20):
+        later = later.see(KEPT, 3 * KEPT, 3 * KEPT)
+    assert later.accepted == pytest.approx(3, abs=0.01)

@@ -107,9 +107,13 @@ def test_kv_blocks_become_weights_and_come_back() -> None:
     assert_shared(node)
     view = change(node, 1)
     assert (view.before, view.after, view.num_blocks, view.outcome) == (2, 1, LEFT, "done")
+    assert list(view.stages) == ["closing", "filling", "using"]
+    assert sum(view.stages.values()) == pytest.approx(view.duration_seconds)
     assert_whole(node)
     view = change(node, 2)
     assert (view.before, view.after, view.num_blocks) == (1, 2, ALL)
+    assert list(view.stages) == ["using", "opening"]
+    assert sum(view.stages.values()) == pytest.approx(view.duration_seconds)
     assert shown(node) == [SHARED, SHARED]
     assert_shared(node)
     assert [past.after for past in node.view().memory_changes] == [1, 2]

@@ -170,6 +170,8 @@ class CarryCost:
             for name in names:
                 target.expect(name, self.engines.frames[name])
             target.reserve(number, source.unit, source.pin(number, names))
+            for name in names:
+                target.promise(number, name)
             target.settle(number, copied=True)
             source.unpin(number)
         sources = {source.unit: source for source, _, _ in carried}.values()

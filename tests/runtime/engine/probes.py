@@ -385,7 +385,7 @@ def move_nothing(runner: ProbedRunner, damaged: bool) -> None:
     """Copy no KV from blocks that are given up to those that stand for them."""
     if damaged:
         nothing = partial(instructions.Copied, 0, 0.0)
-        runner._carrying.move = lambda *_: nothing  # type: ignore[method-assign]
+        runner._carrying.move = lambda *_, **__: nothing  # type: ignore[method-assign]
     else:
         del runner._carrying.move
 

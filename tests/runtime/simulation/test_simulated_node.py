@@ -339,7 +339,7 @@ def test_a_pipelines_throughput_is_that_of_its_steps(layout: Layout) -> None:
     run = simulate(node, "manual", [Arrival(0.0, prompt, 1) for _ in range(number)])
     assert {unit.layout for life in run.lives for unit in life.units} == {layout}
     model, batch = cost_model(shape, H200), Batch(prefill_tokens=prompt, prefill_context=1024)
-    between = model.interval_seconds(layout, batch)
+    between = model.step_seconds(layout, batch) / layout.pp  # as many steps are under way
     steps = number * layout.world_size // node.engines
     fill = step_times(shape, H200)(layout, batch) * (1 - 1 / layout.pp)
     assert between > model.hop_seconds(layout, batch)

@@ -56,6 +56,7 @@ MEMORY = MemoryView(
     duration_seconds=1.5,
     reason="manual",
     outcome="done",
+    stages={"closing": 0.5, "filling": 1.0},
 )
 MEMORY_ANSWER = {
     "epoch": 2,
@@ -66,6 +67,7 @@ MEMORY_ANSWER = {
     "num_blocks": 812,
     "preempted": 3,
     "duration_seconds": 1.5,
+    "stages": {"closing": 0.5, "filling": 1.0},
     "reason": "manual",
     "outcome": "done",
     "error": None,

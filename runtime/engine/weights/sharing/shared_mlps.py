@@ -307,7 +307,7 @@ class SharedMlps:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def fill_whole(self, lent: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def fill_whole(self, lent: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
         """Take memory for copies of what engines keep; see ``WholeWeights.fill``."""
         return self.whole.fill(self._kept, lent)
 

@@ -6,6 +6,7 @@ it. The addresses stay the same, so models need not know of a change.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice, pairwise
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shoal.runtime.clock import Clock
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
 from shoal.runtime.engine.weights.sharing.pages import Exchange, Pages
 from shoal.runtime.engine.weights.sharing.shared_weight import SharedWeight
@@ -43,10 +45,11 @@ class WholeWeights:
 
     Args:
         pages: makes the slots, and exchanges what is behind addresses.
+        clock: seconds.
     """
 
-    def __init__(self, pages: Pages) -> None:
-        self._pages = pages
+    def __init__(self, pages: Pages, clock: Clock = time.monotonic) -> None:
+        self._pages, self._clock = pages, clock
         self._slots: dict[tuple[str, int, tuple[int, int]], torch.Tensor] = {}
         """By the kind of weight, the number of the slot, and the shape of the whole weight."""
         self._weights: dict[str, SharedWeight] = {}
@@ -118,7 +121,7 @@ class WholeWeights:
 
     def fill(
         self, kept: Mapping[int, torch.Tensor], lent: Sequence[torch.Tensor]
-    ) -> Callable[[], None]:
+    ) -> Callable[[], list[float]]:
         """Take memory for copies of what engines keep; nothing happens if copies are in use.
 
         Args:
@@ -126,15 +129,17 @@ class WholeWeights:
             lent: memory for each weight, of ``moving_bytes``, which nothing else uses.
 
         Returns:
-            Copies, in any thread, while slots are in use. Raises ``ValueError`` if a copy differs
-            from what its engine keeps, or if the memory has been given back meanwhile.
+            Copies, in any thread, while slots are in use; returns the seconds that each round of
+            copies took. Raises ``ValueError`` if a copy differs from what its engine keeps, or if
+            the memory has been given back meanwhile.
         """
         if self.are_whole:
-            return lambda: None
+            return list
         self._lent = lent
         beside = _beside(lent[0].device)
 
-        def copy() -> None:
+        def copy() -> list[float]:
+            times = [self._clock()]
             with self._filling, beside, torch.inference_mode():
                 copies = self._copies(kept, lent)
                 while begun := list(islice(copies, _AWAITED)):
@@ -146,6 +151,8 @@ class WholeWeights:
                     if any(differ):
                         name, _ = begun[differ.index(True)]
                         raise ValueError(f"the copy of {name} differs from what its engine keeps")
+                    times.append(self._clock())
+            return [after - before for before, after in pairwise(times)]
 
         return copy
 

@@ -150,6 +150,27 @@ def test_the_first_steps_after_a_switch_say_nothing_of_how_fast_a_unit_is() -> N
     assert report(4) == (*before, group.layout.name)
 
 
+def test_steps_tell_what_decodes_check_and_get() -> None:
+    model = CostModel(ModelShape(2, 64, 8, 8, 16, parameters=1e6), Hardware(1e12, 1e15, 1e11))
+    node = LoopbackNode(1, cost_model=model)
+    node.settle()
+    capacity, core = node.controller._capacity, CoreBook(alone(0))
+
+    def report(steps: int, drafts: int, accepted: int) -> tuple[float, float]:
+        work = m.Work(steps, float(steps), 4 * steps, 4 * steps, 0, 0, drafts, accepted)
+        seen = m.Load(0, alone(0), 4, 0, 100, 0, [], {Mode.TP: m.ModeWork(work, total=work)})
+        capacity.observe(core, seen)
+        core.load = seen
+        assert capacity.costs.model is not None
+        known = capacity.costs.model.speculation
+        return known.checked, known.yielded
+
+    assert report(0, 0, 0) == (1, 1)
+    assert report(10, 0, 0) == (1, 1)
+    assert report(20, 120, 30) == (4, 1.75)
+    assert report(30, 240, 90) == (4, 2.125)
+
+
 def test_policies_learn_nothing_of_background_requests() -> None:
     node = LoopbackNode(2, settings=LARGE)
     node.settle()

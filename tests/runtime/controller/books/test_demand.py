@@ -84,6 +84,14 @@ def test_lengths_are_those_of_what_starts_and_of_what_ends() -> None:
     assert lengths.output == pytest.approx(90, rel=0.01)
 
 
+def test_accepted_drafts_are_tokens_of_outputs() -> None:
+    lengths = Lengths()
+    for _ in range(3000):
+        work = Work(prefill_tokens=700, decodes=30, drafts=120, accepted=60)
+        lengths.see(work, started=1, ended=1)
+    assert lengths.output == pytest.approx(90, rel=0.01)
+
+
 def test_prompts_are_no_longer_for_outputs_that_have_not_ended() -> None:
     """A burst: all its prompts are computed before the first of its outputs ends."""
     lengths = Lengths()

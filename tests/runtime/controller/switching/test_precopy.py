@@ -164,7 +164,8 @@ def test_one_growth_for_all_sources_once_all_have_pinned() -> None:
     switch.pin(alone(0))
     assert switch.told() == []
     switch.pin(alone(1), computed=17)
-    blocks = COMPUTED // (2 * BLOCK_TOKENS) + 17 // (2 * BLOCK_TOKENS)
+    # Both have 60 tokens by now, and will have some more when they come.
+    blocks = 2 * -(-(60 + m.AHEAD_TOKENS) // (2 * BLOCK_TOKENS))
     lend = m.Lend(m.AHEAD, PAIR, blocks, urgent=False)
     assert switch.node.take() == [(0, lend), (1, lend)]
 

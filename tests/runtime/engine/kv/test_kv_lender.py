@@ -1,10 +1,11 @@
 """KV buffers of which weights have memory: with GPUs whose memory is the host's, and on CPUs."""
 
+import itertools
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.kv.kv_lender import KvLender, PiecesMemory
 from shoal.runtime.engine.kv.kv_memory import HostMemory, Mapped
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
+from shoal.runtime.engine.weights.sharing import whole_weights
 from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
 from shoal.runtime.engine.weights.sharing.device_pages import DevicePages, tensor_at
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
@@ -92,6 +94,52 @@ def test_ends_of_layers_hold_weights_and_then_blocks_again(engines: list[Engine]
             assert engine.wrong(other) == list(engine.weights)
             assert (blocks == turn).all()
             assert not engine.raw.view(LAYERS, BLOCKS, PAGE)[:, BLOCKS - 4 :].any()
+
+
+def in_the_midst(engines: list[Engine], look: Callable[[int], None]) -> list[float]:
+    """Fill an engine's memory, and call ``look`` after each copy, with how many there were."""
+    engine, copies = engines[0], itertools.count(1)
+
+    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+        look(next(copies))
+
+    engine.whole._copy = copy  # type: ignore[method-assign, assignment]
+    kept = {place: engine.kept for place, engine in enumerate(engines)}
+    return engine.whole.fill(kept, engine.lender.lent(engine.raw))()
+
+
+def test_steps_in_the_midst_of_copies_find_slots(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_weights, "_AWAITED", 3)
+    (engine, other), counts = engines, list[int]()
+
+    def look(count: int) -> None:
+        counts.append(count)
+        assert not engine.whole.are_whole
+        assert engine.wrong(other) == list(engine.weights), "slots are behind all addresses"
+
+    rounds = in_the_midst(engines, look)
+    assert counts == list(range(1, 2 * LAYERS + 1))
+    assert len(rounds) == -(-2 * LAYERS // 3)
+    engine.whole.use_copies()
+    assert engine.wrong(other) == []
+
+
+def test_copies_that_are_used_in_the_midst_are_wrong(engines: list[Engine]) -> None:
+    """The negative control: so much is wrong if weights are used before all are copied."""
+    engine, other = engines
+    wrong = list[int]()
+
+    def look(count: int) -> None:
+        if count == LAYERS:
+            engine.whole.use_copies()
+            wrong.append(len(engine.wrong(other)))
+
+    in_the_midst(engines, look)
+    assert wrong == [LAYERS]
+    assert engine.wrong(other) == []
 
 
 def test_nothing_is_made_or_given_back_by_a_change(engines: list[Engine]) -> None:

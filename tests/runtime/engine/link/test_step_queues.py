@@ -129,3 +129,25 @@ def test_a_replaced_queue_is_read_and_what_the_former_one_held_is_dropped(
     queues.send(OWN, steps.Attach(GROUP, 5))
     queues.send(GROUP, step(1))
     assert queues.take() == (GROUP, step(1))
+
+
+def test_other_queues_are_read_while_there_is_nothing_to_do(queues: Queues) -> None:
+    queues.send(GROUP, steps.Call(0, "load_model"), step(0))
+    assert queues.received.receive_own(0.05) is None
+    queues.senders[GROUP].close(linger=0)
+    queues.send(OWN, step(1))
+    assert queues.take() == (OWN, step(1)), "what was read is not followed yet"
+    queues.send(OWN, steps.Attach(GROUP, 5))
+    assert [queues.take(), queues.take()] == [
+        (GROUP, steps.Call(0, "load_model")),
+        (GROUP, step(0)),
+    ]
+
+
+def test_what_was_read_of_a_replaced_queue_is_dropped(queues: Queues) -> None:
+    queues.send(GROUP, step(0))
+    assert queues.received.receive_own(0.05) is None
+    queue = queues.context.socket(zmq.PULL)
+    queue.bind("inproc://another")
+    queues.received.replace(GROUP, queue)
+    assert queues.received.receive_of(GROUP, 0.0) is None

@@ -1,5 +1,6 @@
 """A runner does steps of its own between the portions of a group's forming, and members agree."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import pytest
 import torch
 import vllm.config.vllm as vllm_config
 from torch import nn
+from vllm.compilation import decorators
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import (
     get_forward_context,
@@ -18,11 +20,15 @@ from vllm.forward_context import (
 from shoal.runtime.engine.runner import interludes as interludes_module
 from shoal.runtime.engine.runner.interludes import (
     IDLE_SECONDS,
+    LOGGED_SECONDS,
     SHARE_SECONDS,
     Interludes,
+    after_cuts,
     before_passes,
     outside,
 )
+
+GROUP = "engine 0 forms tp2"
 
 
 class World:
@@ -87,7 +93,7 @@ def world() -> World:
 @pytest.fixture
 def interludes(world: World) -> Interludes:
     made = Interludes(world, world.clock)
-    made.begin(world)
+    made.begin(world, GROUP)
     return made
 
 
@@ -99,14 +105,14 @@ def test_steps_get_as_long_as_the_portion_took_within_a_limit(
 ) -> None:
     world.waiting = 100
     world.now += took
-    interludes.hold()
+    interludes.hold("a portion")
     assert world.done == steps
     assert steps * world.step_seconds <= SHARE_SECONDS
 
 
 def test_a_runner_without_steps_goes_on_at_once(world: World, interludes: Interludes) -> None:
     world.now = 10.0
-    interludes.hold()
+    interludes.hold("a portion")
     assert (world.done, world.now) == (0, 10.0)
 
 
@@ -114,19 +120,19 @@ def test_one_that_has_had_steps_waits_for_more_of_them_for_a_moment(
     world: World, interludes: Interludes
 ) -> None:
     world.now, world.waiting = 10.0, 1
-    interludes.hold()
+    interludes.hold("a portion")
     assert (world.done, world.waits) == (1, [IDLE_SECONDS])
     world.now += 1.0
-    interludes.hold()
+    interludes.hold("a portion")
     assert world.waits == [IDLE_SECONDS, IDLE_SECONDS], "after an interlude with steps"
     world.now += 1.0
-    interludes.hold()
+    interludes.hold("a portion")
     assert world.waits == [IDLE_SECONDS, IDLE_SECONDS, 0.0], "after one without"
 
 
 def test_a_member_that_waits_for_another_does_steps(world: World, interludes: Interludes) -> None:
     world.waiting, world.other_comes_after = 100, 7
-    interludes.hold()
+    interludes.hold("a portion")
     assert world.done == 7
     assert world.depth == 0
 
@@ -134,7 +140,7 @@ def test_a_member_that_waits_for_another_does_steps(world: World, interludes: In
 def test_a_member_that_waits_in_vain_gives_up(world: World, interludes: Interludes) -> None:
     world.other_comes_after = 10**6
     with pytest.raises(TimeoutError, match="portion 1"):
-        interludes.hold()
+        interludes.hold("a portion")
     assert world.now == pytest.approx(world.patience, abs=0.1)
 
 
@@ -143,20 +149,20 @@ def test_once_the_controller_watches_members_they_wait_for_long(
 ) -> None:
     world.other_comes_after = 100_000  # 500 s
     interludes.be_patient()
-    interludes.hold()
+    interludes.hold("a portion")
     assert world.now > 10 * world.patience
-    interludes.begin(world)
+    interludes.begin(world, GROUP)
     world.other_comes_after = 100_000
     with pytest.raises(TimeoutError):
-        interludes.hold()
+        interludes.hold("a portion")
 
 
 def test_each_forming_counts_its_portions_anew(world: World, interludes: Interludes) -> None:
-    interludes.hold()
-    interludes.hold()
+    interludes.hold("a portion")
+    interludes.hold("a portion")
     assert world.own == 2
-    interludes.begin(world)
-    interludes.hold()
+    interludes.begin(world, GROUP)
+    interludes.hold("a portion")
     assert world.own == 1
 
 
@@ -230,3 +236,49 @@ def test_steps_see_nothing_of_the_pass_that_they_interrupt() -> None:
         with pytest.raises(ValueError, match="a step"), outside(None):
             raise ValueError("a step failed")
         assert vllm_config._current_vllm_config is config
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_long_portion_is_logged_by_its_name(
+    world: World, interludes: Interludes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shoal.engine")
+    for seconds in (LOGGED_SECONDS, 12.3):
+        world.now += seconds
+        interludes.hold("making of communicators")
+    assert said(caplog) == [f"{GROUP}: no step for 12.3 s: making of communicators"]
+
+
+def test_passes_are_counted_in_each_part(
+    world: World, interludes: Interludes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shoal.engine")
+    for part in ("determine_available_memory", "compile_or_warm_up_model"):
+        world.now += 100.0  # between two parts steps may run
+        interludes.enter(part)
+        for _ in range(2):
+            world.now += 1.0
+            interludes.hold_pass()
+        world.now += 2.0
+        interludes.hold_end()
+    assert [line.removeprefix(f"{GROUP}: no step for ") for line in said(caplog)] == [
+        "1.0 s: determine_available_memory, until pass 1 began",
+        "1.0 s: determine_available_memory, until pass 2 began",
+        "2.0 s: determine_available_memory, from pass 2 on",
+        "1.0 s: compile_or_warm_up_model, until pass 1 began",
+        "1.0 s: compile_or_warm_up_model, until pass 2 began",
+        "2.0 s: compile_or_warm_up_model, from pass 2 on",
+    ]
+
+
+def test_a_portion_ends_when_compiled_code_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, loaded = list[str](), object()
+    monkeypatch.setattr(decorators, "_try_load_aot_compiled_fn", lambda *_: loaded)
+    with after_cuts(held.append):
+        assert decorators._try_load_aot_compiled_fn(None, "path") is loaded
+        assert held == ["loading of compiled code"]
+    decorators._try_load_aot_compiled_fn(None, "path")
+    assert len(held) == 1, "the group is formed"

@@ -62,6 +62,20 @@ def test_tokens_are_those_without_drafts(engines: ToyEngines, expected: list[lis
     assert engines.audit() == []
 
 
+def test_steps_tell_what_they_checked_and_what_requests_got(
+    engines: ToyEngines, expected: list[list[int]]
+) -> None:
+    submit_all(engines)
+    engines.finish(engines.own[0])
+    work, runners = engines.work, next(iter(engines.runners.values()))
+    assert work.drafts == runners.accepted + runners.rejected
+    assert 0 < work.accepted <= runners.accepted
+    # The first token of each is of a step with its prompt. With steps in flight, one more may
+    # compute a request that has just ended.
+    got, late = sum(map(len, expected)) - len(PROMPTS), len(PROMPTS)
+    assert work.decodes + work.accepted - late <= got <= work.decodes + work.accepted
+
+
 def test_requests_go_on_without_their_drafts(
     engines: ToyEngines, expected: list[list[int]]
 ) -> None:

@@ -49,7 +49,7 @@ from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 from shoal.runtime.engine.scheduler.vllm_group_core import VllmGroupCore
 from shoal.runtime.engine.scheduler.vllm_own_core import VllmOwnCore
 from shoal.runtime.layout_configs import take
-from shoal.runtime.protocol.messages import CarriedRequest
+from shoal.runtime.protocol.messages import CarriedRequest, Work
 from tests.units import tp
 
 TOKENS = 4
@@ -510,6 +510,8 @@ class ToyEngines:
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self._prompts: dict[str, int] = {}
         self.frames: dict[str, list[bytes]] = {}
+        self.work = Work()
+        """What all steps have computed."""
         for unit in (alone(0), alone(1), GROUP):
             config = take(configs, unit.layout)
             config.cache_config.block_size = block_tokens(unit)
@@ -587,6 +589,8 @@ class ToyEngines:
     def _collect(self, core: VllmCore) -> None:
         core.copied()
         collected = core.collect()
+        for ended in collected.steps if collected else ():
+            self.work += ended.work
         for message in collected.outputs if collected else ():
             for output in self._decoder.decode(message.frames).outputs:
                 self.tokens[output.request_id] += output.new_token_ids

@@ -296,10 +296,53 @@ def test_types_may_differ(peers: bool) -> None:
         assert torch.equal(value, kept(step.value, member, 4))
 
 
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
+    """Return what members have used so far: collectives, each of a group, and kernels."""
+    found: set[tuple[str, int]] = set()
+
+    def collective(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*tensors: torch.Tensor, group: dist.ProcessGroup) -> Any:
+            found.add((name, id(group)))
+            return run(*tensors, group=group)
+
+        return counted
+
+    class Counted(Interpreted):
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            found.add(("kernel", id(self)))
+            return super().__getitem__(grid)
+
+    for name in ("all_to_all_single", "all_gather_into_tensor"):
+        monkeypatch.setattr(dist, name, collective(name, getattr(dist, name)))
+    for name, kernel in KERNELS.items():
+        monkeypatch.setattr(peer_exchange_kernel, f"_{name}_kernel", Counted(kernel))
+    return found
+
+
+@pytest.mark.parametrize("connects", [True, False], ids=["connected", "not-connected"])
 @pytest.mark.parametrize("peers", [False, True], ids=["collectives", "peers"])
-def test_groups_connect_before_the_first_step(peers: bool) -> None:
+def test_the_first_step_uses_nothing_that_is_not_connected_and_compiled(
+    used: set[tuple[str, int]], peers: bool, connects: bool
+) -> None:
     members = Members(8, 8, 4, peers=peers)
-    members.each(lambda member: members.exchanges[member].connect(torch.device("cpu")))
+    if connects:
+        members.each(lambda member: members.exchanges[member].connect(torch.device("cpu")))
+    before = set(used)
+    step = random_step(9, 4, torch.float32)
+
+    def first_step(member: int) -> None:
+        exchange: HeadExchange = members.exchanges[member]
+        exchange.begin(9)
+        inputs = step.of_base(members, member)
+        heads = exchange.to_heads(*inputs)[0]
+        padded = exchange.new_heads(inputs[0], heads.shape[1]).zero_()
+        exchange.to_tokens(padded, inputs[0].contiguous())
+        exchange.gather(inputs[0].flatten(1))
+
+    members.each(first_step)
+    assert before if connects else not before
+    assert (used == before) is connects
 
 
 def test_the_benchmark_compares_what_each_way_gives() -> None:

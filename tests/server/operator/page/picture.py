@@ -63,7 +63,8 @@ async def _prompt(tab: Page) -> None:
     await tab.until("document.querySelectorAll('#reply b').length > 1")
     text = "document.querySelector('#reply b ~ b + span')?.textContent.length > 120"
     await tab.until(f"{text} || !document.querySelector('#send').disabled")
-    await tab.value("scrollTo(0, 0), document.activeElement.blur()")
+    # Where the reply begins, its end does not draw the page on.
+    await tab.value("scrollTo(0, 0), document.activeElement.blur(), $('reply').scrollTop = 0")
 
 
 async def _take(node: ServedNode, devtools: str, pictures: Sequence[tuple[Path, Look]]) -> None:

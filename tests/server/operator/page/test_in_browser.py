@@ -32,6 +32,15 @@ READY = "document.querySelector('#health').dataset.state === 'good'"
 POLICY = "default-src 'self'"
 ALONE, TOGETHER = [[0], [1]], [[0, 1]]
 PAUSE = "new Promise((done) => setTimeout(done, 20))"
+COUNT_MOVES = """(() => {
+  window.moved = [];
+  const animate = Element.prototype.animate;
+  Element.prototype.animate = function (...how) {
+    moved.push(this.dataset.key);
+    return animate.apply(this, how);
+  };
+})()"""
+"""Lets the page note in ``moved`` whatever it shows on its way to another place."""
 TOKENS = 1500
 """Of a prompt that outlasts what a test does meanwhile: at 30 ms a step they take 45 s or more."""
 
@@ -102,10 +111,25 @@ async def test_a_click_switches_the_layout_and_the_timeline_shows_it(
     newest = await tab.value(text_of("#switches li"))
     assert "[0] [1] → [0\u20131]" in newest
     assert "manual, carry" in newest
+    took = admin.get("/admin/layout").json()["switches"][-1]["duration_seconds"]
+    assert await tab.value(f"{text_of('#switches .took')} === seconds({took})")
     pressed = await tab.value(
         "document.querySelector('#layouts [aria-pressed=true]').dataset.units"
     )
     assert json.loads(pressed) == TOGETHER
+
+
+async def test_a_layout_s_button_has_the_colours_of_its_bands(tab: Page) -> None:
+    colours = {}
+    for kind, units in (("dp", ALONE), ("tp2", TOGETHER)):
+        chip, swatch = f"{button(units)} .group", f"#layout-legend .{kind}"
+        of = [
+            f"getComputedStyle(document.querySelector({json.dumps(s)})).backgroundColor"
+            for s in (chip, swatch)
+        ]
+        colours[kind], legend = [await tab.value(one) for one in of]
+        assert colours[kind] == legend
+    assert colours["dp"] != colours["tp2"]
 
 
 async def test_a_prompt_shows_its_unit_through_a_switch(tab: Page, admin: httpx.Client) -> None:
@@ -119,12 +143,23 @@ async def test_a_prompt_shows_its_unit_through_a_switch(tab: Page, admin: httpx.
     first = await tab.value("document.querySelector('#reply b').dataset.unit")
     assert first in ("0", "1")
     await tab.until(f"document.querySelector('.unit[data-unit=\"{first}\"] .dot.own.urgent')")
+    await tab.show(Look(still=False))
+    await tab.value(COUNT_MOVES)
+    seen = await tab.value("state.now.trace.at")
+    await tab.until(f"state.now.trace.at > {seen} + 1.5")
+    assert await tab.value("moved.length") == 0, "its request has stayed where it was"
     await tab.click(button(TOGETHER))
     await tab.until("document.querySelector('#reply b[data-unit=\"0,1\"]')")
     await tab.until("document.querySelector('.unit[data-unit=\"0,1\"] .dot.own')")
+    assert await tab.value("moved.includes(document.querySelector('.dots .dot.own').dataset.key)")
     await tab.until("document.querySelector('#reply b[data-unit=\"0,1\"] + span')")
     assert f"Runs on TP2 0\u20131 (before: DP {first})" in await tab.value(text_of("#ran"))
     await tab.until(f"{text_of('#switches .what')}.startsWith('1 carried')")
+    await tab.show(Look(still=True))
+    await tab.value("moved.length = 0")
+    await tab.click(button(ALONE))
+    await tab.until("document.querySelector('.unit.dp .dot.own')")
+    assert await tab.value("moved.length") == 0, "the user prefers no motion"
     await tab.click("#stop")
     await tab.until(f"{text_of('#ran')}.startsWith('Stopped')")
     assert ("POST /admin/chat/completions", 200) in tab.statuses
@@ -398,6 +433,40 @@ async def check_memory(tab: Page) -> None:
         assert widths == pytest.approx(
             [100 * kv[state] / SMALL.num_blocks for state in ("used", "lent")], abs=0.01
         )
+
+
+async def test_the_life_of_a_young_node_is_as_wide_as_five_minutes_of_an_old_one(
+    browser: str,
+) -> None:
+    clock = ManualClock()
+    async with still_node(clock) as (feed, port, _), page(browser) as tab:
+        await tab.go(f"http://127.0.0.1:{port}/")
+        await tab.until(READY)
+
+        async def shown_after(seconds: int) -> tuple[list[str], float]:
+            """Return the marks of the axis, and which part of it is drawn."""
+            for svg in ("timeline", "rates"):
+                await tab.until(f"document.querySelector('#{svg} .axis')")
+            clock.advance(seconds - 1)
+            await next_second(tab, feed, clock)
+            labels = "[...document.querySelectorAll('#SVG .axis text')].map((t) => t.textContent)"
+            marks = [await tab.value(labels.replace("SVG", svg)) for svg in ("timeline", "rates")]
+            assert marks[0] == marks[1]
+            drawn = await tab.value(
+                """(() => {
+                  const bands = [...document.querySelectorAll('.band rect')];
+                  const first = Math.min(...bands.map((band) => band.getBBox().x));
+                  const width = document.querySelector('#timeline').clientWidth;
+                  return (width - first) / (width - GUTTER);
+                })()"""
+            )
+            return marks[0], drawn
+
+        assert await shown_after(30) == (["\u22121 min", "now"], pytest.approx(0.5, abs=0.03))
+        assert await shown_after(60) == (["\u22121 min", "now"], pytest.approx(1, abs=0.03))
+        marks, drawn = await shown_after(400)
+        assert (marks[0], len(marks), drawn) == ("\u22125 min", 6, pytest.approx(1, abs=0.01))
+        assert tab.complaints == []
 
 
 async def test_the_health_says_what_is_wrong(browser: str) -> None:
