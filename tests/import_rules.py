@@ -103,6 +103,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.scheduler.kv_groups",
         "shoal.runtime.engine.scheduler.beginnings",
         "shoal.runtime.engine.scheduler.scheduled_steps",
+        "shoal.runtime.engine.scheduler.step_sizes",
         "shoal.runtime.engine.scheduler.vacated_blocks",
         "shoal.runtime.engine.scheduler.vllm_backend",
         "shoal.runtime.engine.scheduler.vllm_core",

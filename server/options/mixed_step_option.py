@@ -13,6 +13,6 @@ def add_mixed_option(group: _ActionsContainer) -> None:
         metavar="TOKENS",
         default=MIXED_STEP_TOKENS,
         help="most prompt tokens of a step in which requests decode, so that these do not wait "
-        "long for their next tokens; groups of more than two engines have more; 0: as many as in "
+        "long for their next tokens; groups of eight engines have twice as many; 0: as many as in "
         "other steps (default: %(default)s)",
     )

@@ -52,5 +52,5 @@ class StepSizes:
         decodes = sum(not request.is_prefill_chunk for request in running)
         if not decodes:
             return self._most
-        drafts = int(self._scheduler.num_spec_tokens)
-        return min(self._most, self.limit + decodes * (1 + drafts))
+        each = 1 + int(self._scheduler.num_spec_tokens)
+        return min(self._most, self.limit + decodes * each)

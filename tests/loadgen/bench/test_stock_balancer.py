@@ -25,7 +25,7 @@ def node(*requests: int, pool: int = 1, blocks: int = 100, waiting: int = 0) -> 
 
 def test_the_engine_with_the_fewest_requests_gets_the_next() -> None:
     assert chosen(node(3, 1, 2)) == [1]
-    assert chosen(node(5, 1, 3, pool=4)) == [1, 1, 1, 2]
+    assert chosen(node(5, 1, 3, pool=4)) == [1, 1, 2, 1]
 
 
 def test_of_equal_engines_another_one_comes_first_each_time() -> None:
