@@ -79,7 +79,7 @@ def schedule(
                 running={"a": 10, "b": 20},
                 drafts={"a": [1, 2, 3]},
             ),
-            Work(1, 0.0, 2, 11 + 21, 3, 1 + 2 + 3),
+            Work(1, 0.0, 2, 11 + 21, 3, 1 + 2 + 3, drafts=3),
             id="decode-that-checks-drafts",
         ),
     ],
