@@ -7,6 +7,7 @@ holds the order of these within a turn, on which their correctness depends.
 
 from collections.abc import Sequence
 
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.binding import Binding, State
@@ -21,6 +22,7 @@ from shoal.runtime.engine.agent.sliced_work import SlicedWork
 from shoal.runtime.engine.agent.stepping import Stepping
 from shoal.runtime.engine.agent.watchdog import HungStepError, StepWatch
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.compilations import compiled_lately, note_file
 from shoal.runtime.protocol.transport import AgentTransport, Frames, ZmqAgentTransport
 
 
@@ -254,4 +256,10 @@ def serve(backend: EngineBackend, config: NodeConfig, incarnation: int, startup:
     )
     # A runner takes no step while it writes a recording, so no step may count as hung then.
     timeout = config.step_timeout_seconds if config.recording_dir is None else None
-    Agent(backend, transport, startup=startup, watch=StepWatch(timeout)).run()
+
+    def compiles(unit: Unit, seconds: float) -> bool:
+        files = (note_file(config.runtime_dir, engine) for engine in unit.engines)
+        return compiled_lately(files, seconds)
+
+    watch = StepWatch(timeout, compiles)
+    Agent(backend, transport, startup=startup, watch=watch).run()

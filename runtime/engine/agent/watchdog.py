@@ -2,11 +2,12 @@
 
 A step says nothing while it runs, so only its time tells. Nobody knows beforehand how long a step
 may take: a long prompt takes seconds, and the first step of a new shape may compile much longer.
-But earlier steps like it do tell, and most steps are like many earlier ones.
+But earlier steps like it do tell, and most steps are like many earlier ones. A step like these may
+still be the first that needs some kernel, so runners note when they compile (``compilations.py``).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -63,9 +64,15 @@ class StepWatch:
 
     Args:
         timeout: seconds after which any step counts as hung; None: no step ever does.
+        compiles: whether any runner of a unit compiles a kernel, or did so in so many last seconds.
     """
 
-    def __init__(self, timeout: float | None) -> None:
+    def __init__(
+        self,
+        timeout: float | None,
+        compiles: Callable[[Unit, float], bool] = lambda *_: False,
+    ) -> None:
+        self._compiles = compiles
         self._timeout = math.inf if timeout is None else timeout
         self.judges = timeout is not None
         """Whether it judges steps at all, and so has to be told of them."""
@@ -122,7 +129,7 @@ class StepWatch:
             HungStepError: it hangs.
         """
         limit = self.limit(unit, mode, work)
-        if seconds > limit:
+        if seconds > limit and (seconds > self._timeout or not self._compiles(unit, limit)):
             raise HungStepError(
                 f"a step of unit {list(unit.engines)} hangs: {limit:.1f} s and no result"
             )

@@ -44,6 +44,7 @@ from shoal.runtime.engine.runner.loading import LayoutLoader
 from shoal.runtime.engine.runner.memory_moves import MemoryMoves
 from shoal.runtime.engine.runner.taking_up import TakingUp
 from shoal.runtime.node.runtime_dir import remove_former
+from shoal.runtime.protocol.compilations import CompilationNotes, note_file
 from shoal.runtime.protocol.transport import LONGEST_WAIT_SECONDS
 
 
@@ -205,8 +206,17 @@ class Runner:
         enable_envs_cache()
         self._carrying = TakingUp(self._node, self._engine, self._loader)
         self._memory = MemoryMoves(self._engine, self._loader, self._node.share_weights)
+        self._note_compilations()
         while True:
             self._turn()
+
+    def _note_compilations(self) -> None:
+        """Let the engines' agents know when a step takes long because it compiles a kernel."""
+        notes = CompilationNotes(note_file(self._node.runtime_dir, self._engine))
+        if current_platform.is_cuda():
+            from triton import knobs  # only GPUs have kernels of Triton's
+
+            notes.follow(knobs.runtime)
 
     def _turn(self) -> instructions.Instruction:
         layout, instruction = self._queues.receive()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shoal.policies.values.layouts import alone
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.agent import Agent
 from shoal.runtime.engine.agent.results import EndedSteps
@@ -217,3 +217,25 @@ def test_without_a_timeout_a_step_may_take_for_ever() -> None:
     bench.clock.advance(1e5)
     assert bench.turn() == []
     assert bench.agent.next_wakeup() == pytest.approx(9e5)
+
+
+def test_a_step_that_compiles_a_kernel_has_the_time_of_any_step() -> None:
+    asked = list[tuple[Unit, float]]()
+    compiles = True
+
+    def compiling(unit: Unit, seconds: float) -> bool:
+        asked.append((unit, seconds))
+        return compiles
+
+    watch = StepWatch(LONGEST, compiling)
+    for _ in range(STEPS):
+        watch.see(ALONE, [EndedSteps(Mode.TP, DECODE)], 0.01)
+    watch.check(ALONE, Mode.TP, DECODE, SHORTEST_SECONDS - 0.1)
+    assert asked == [], "nothing is looked up for steps that are not late"
+    watch.check(ALONE, Mode.TP, DECODE, LONGEST - 1)
+    assert asked == [(ALONE, SHORTEST_SECONDS)]
+    with pytest.raises(HungStepError):
+        watch.check(ALONE, Mode.TP, DECODE, LONGEST + 1)
+    compiles = False
+    with pytest.raises(HungStepError):
+        watch.check(ALONE, Mode.TP, DECODE, SHORTEST_SECONDS + 0.1)
