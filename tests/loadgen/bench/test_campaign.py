@@ -25,6 +25,7 @@ from shoal.loadgen.bench.systems import (
     dp_layout,
     tp_layout,
 )
+from shoal.loadgen.shapes import Lengths
 
 SIZES = Sizes(
     batches=(1, 2),
@@ -113,7 +114,11 @@ def campaign(path: Path, systems: list[System], measures: tuple[str, ...]) -> Ca
         results=file.take_up(Results(SETTINGS, SIZES, read_shape("llama-3-8b"), {})),
         file=file,
         logs=logs,
-        sweep=Sweep({"rates 4": arrivals(4.0, 1.0, (64, 4), 0)}, ("flying",), lead_seconds=0.0),
+        sweep=Sweep(
+            {"rates 4": arrivals(4.0, 1.0, Lengths((64, 64), (4, 4)), 0)},
+            ("flying",),
+            lead_seconds=0.0,
+        ),
     )
 
 
