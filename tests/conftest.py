@@ -21,8 +21,14 @@ os.environ.update(
 REAL = "real"
 """The word in the name of a file or function whose tests run real engines."""
 
+PROGRAMS = "tests/runtime/engine/test_real_v2"
+"""How modules are called that run one program each, and need not wait for other real engines."""
+
 LONG = (
     REAL,
+    "tests/runtime/engine/test_real_v2.py",
+    "tests/runtime/engine/test_real_v2_draft_model.py",
+    "tests/runtime/engine/test_real_v2_speculation.py",
     "tests/server/test_schemathesis.py",
     "tests/models/test_models_page.py",
     "tests/runtime/engine/sequence/test_head_exchange.py",
@@ -50,13 +56,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(process_of(item.nodeid), len(LONG)))
     for item in items:
-        if process_of(item.nodeid) == REAL:
+        if is_real(item.nodeid):
             item.add_marker(pytest.mark.real)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a module in one process, and in one of them all with real engines: they fill a machine.
+    """Keep a module in one process, and in one of them nearly all with real engines.
 
     Not by ``--dist loadgroup``: pytest-xdist 3.8 loses all groups under pytest 9.2, in silence.
     """
@@ -72,9 +78,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def process_of(nodeid: str) -> str:
     """Return what a test shares a process with: tests of the same name here run in one."""
+    module, _, _ = nodeid.partition("::")
+    return REAL if is_real(nodeid) and not module.startswith(PROGRAMS) else module
+
+
+def is_real(nodeid: str) -> bool:
+    """Return whether a test runs real engines."""
     module, _, name = nodeid.partition("::")
-    words = Path(module).stem.split("_") + name.partition("[")[0].split("_")
-    return REAL if REAL in words else module
+    return REAL in Path(module).stem.split("_") + name.partition("[")[0].split("_")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,9 +18,8 @@ from tests.runtime.engine import n_grams
 pytestmark = pytest.mark.timeout(1200)
 
 
-KINDS = [n_grams.ON_DEVICE]
-if os.environ.get("SHOAL_FAMILIES") == "all":
-    KINDS += ["ngram"]
+KINDS = [n_grams.ON_DEVICE, "ngram"] if os.environ.get("SHOAL_FAMILIES") == "all" else []
+"""None by default, because it takes minutes: ``test_real_v2_draft_model`` checks drafts on V2."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
