@@ -303,12 +303,11 @@ class BlocksAhead:
         return []
 
     def let_go_later(self, request_id: str) -> None:
-        """Let ``let_go`` forget a request, which has been adopted and holds its blocks itself."""
-        self._adopted.append(request_id)
+        """Let the next ``forget`` include a request that was adopted, and holds its blocks itself.
 
-    def let_go(self) -> None:
-        """Forget the adopted requests. Their step goes first, because this takes a while."""
-        self.forget([])
+        This takes a while, and the request's first step goes first.
+        """
+        self._adopted.append(request_id)
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Let go of what is reserved for requests that were adopted, or do not come.

@@ -144,7 +144,7 @@ class VllmCore:
         """See ``interface.Core.withdraw``."""
         known = [self._scheduler.requests.get(request_id) for request_id in request_ids]
         tokens = {r.request_id: list(r.output_token_ids) for r in known if r is not None}
-        self.abort([*tokens])
+        self.abort(list(tokens))
         return tokens
 
     # --- requests that are carried ---
@@ -382,7 +382,7 @@ class VllmCore:
         seq, future = self._executor.run_step(told, grammar, sample=sample, mode=mode, begun=begun)
         step = InFlight(seq, scheduled, future, mode, work_of(scheduled), self._carried.latest_copy)
         self._in_flight.append(step)
-        self._ahead.let_go()
+        self._ahead.forget(())  # those that were adopted before this step
         if not sample:
             self._deferred = step
         return True

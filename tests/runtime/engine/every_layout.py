@@ -1,6 +1,11 @@
 """What holds for every model on a node of two real engines, in whatever layout its steps run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
 
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
@@ -55,3 +60,38 @@ def assert_tokens_through_carries(node: RealNode, tokens: int) -> None:
         node.wait_for_tokens(requests, some)
     assert node.wait(requests) == expected
     assert node.audit() == []
+
+
+@contextmanager
+def node_in_fp32(model: Path, quantisation: type) -> Iterator[RealNode]:
+    """Run two engines in fp32 with weights that vLLM computes in 16 bits alone.
+
+    Args:
+        model: the checkpoint.
+        quantisation: vLLM's configuration class of such weights.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        types = staticmethod(lambda: [torch.float32])
+        patch.setattr(quantisation, "get_supported_act_dtypes", types)
+        node = RealNode(model, 2, max_sp=2)
+    with node:
+        yield node
+
+
+def assert_wrong_experts_change_tokens(node: RealNode, tokens: int, *, by_number: bool) -> None:
+    """A group whose members take other experts for theirs generates other tokens.
+
+    What this leaves in the prefix cache is wrong.
+
+    Args:
+        node: the node.
+        tokens: of each output.
+        by_number: whether the group divides the experts by number.
+    """
+    prompts = random_prompts((17, 40), seed=42)
+    node.switch()
+    expected = node.generate(alone(0), prompts, tokens)
+    assert node.probe(0, probes.confuse_experts, GROUP.layout) == by_number
+    with node.bound(GROUP):
+        found = node.generate(GROUP, prompts, tokens)
+    assert all(one != other for one, other in zip(found, expected, strict=True))

@@ -18,16 +18,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
-from shoal.policies.values.layouts import alone
 from tests.random_checkpoint import Architecture, CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import (
-    GROUP,
     assert_tokens_in_every_layout,
     assert_tokens_in_every_mode,
     assert_tokens_through_carries,
+    assert_wrong_experts_change_tokens,
+    node_in_fp32,
 )
-from tests.runtime.engine.prompts import PROMPTS, SHARED, random_prompts
+from tests.runtime.engine.prompts import PROMPTS, SHARED
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 
 ALL = PROMPTS + SHARED
@@ -96,11 +96,7 @@ def expected(checkpoints: Checkpoints) -> Expected:
 
 @pytest.fixture(scope="module")
 def node(checkpoints: Checkpoints) -> Iterator[RealNode]:
-    with pytest.MonkeyPatch.context() as patch:
-        types = staticmethod(lambda: [torch.float32])
-        patch.setattr(Fp8Config, "get_supported_act_dtypes", types)
-        node = RealNode(checkpoints.packed, 2, max_sp=2)
-    with node:
+    with node_in_fp32(checkpoints.packed, Fp8Config) as node:
         yield node
 
 
@@ -123,10 +119,4 @@ def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
 
 def test_the_wrong_experts_change_the_tokens(node: RealNode, by_number: bool) -> None:
     """It is last: what it leaves in the prefix cache is wrong."""
-    prompts = random_prompts((17, 40), seed=42)
-    node.switch()
-    expected = node.generate(alone(0), prompts, TOKENS)
-    assert node.probe(0, probes.confuse_experts, GROUP.layout) == by_number
-    with node.bound(GROUP):
-        found = node.generate(GROUP, prompts, TOKENS)
-    assert all(one != other for one, other in zip(found, expected, strict=True))
+    assert_wrong_experts_change_tokens(node, TOKENS, by_number=by_number)

@@ -8,20 +8,19 @@ bf16. The expected tokens are those of stock vLLM with a checkpoint of the same 
 from collections.abc import Iterator
 
 import pytest
-import torch
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
-from shoal.policies.values.layouts import alone
 from tests.models.families import write_family
 from tests.mxfp4_checkpoint import Checkpoints, write_mxfp4
 from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import (
-    GROUP,
     assert_tokens_in_every_layout,
     assert_tokens_in_every_mode,
     assert_tokens_through_carries,
+    assert_wrong_experts_change_tokens,
+    node_in_fp32,
 )
-from tests.runtime.engine.prompts import PROMPTS, SHARED, random_prompts
+from tests.runtime.engine.prompts import PROMPTS, SHARED
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 
 ALL = PROMPTS + SHARED
@@ -43,11 +42,7 @@ def expected(checkpoints: Checkpoints) -> Expected:
 
 @pytest.fixture(scope="module")
 def node(checkpoints: Checkpoints) -> Iterator[RealNode]:
-    with pytest.MonkeyPatch.context() as patch:
-        types = staticmethod(lambda: [torch.float32])
-        patch.setattr(GptOssMxfp4Config, "get_supported_act_dtypes", types)
-        node = RealNode(checkpoints.packed, 2, max_sp=2)
-    with node:
+    with node_in_fp32(checkpoints.packed, GptOssMxfp4Config) as node:
         yield node
 
 
@@ -70,10 +65,4 @@ def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
 
 def test_the_wrong_experts_change_the_tokens(node: RealNode) -> None:
     """It is last: what it leaves in the prefix cache is wrong."""
-    prompts = random_prompts((17, 40), seed=42)
-    node.switch()
-    expected = node.generate(alone(0), prompts, TOKENS)
-    assert node.probe(0, probes.confuse_experts, GROUP.layout)
-    with node.bound(GROUP):
-        found = node.generate(GROUP, prompts, TOKENS)
-    assert all(one != other for one, other in zip(found, expected, strict=True))
+    assert_wrong_experts_change_tokens(node, TOKENS, by_number=True)
