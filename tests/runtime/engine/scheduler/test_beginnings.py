@@ -220,6 +220,22 @@ def test_requests_that_were_foretold_have_seats(make: Make) -> None:
     assert kept(engines) == (0, 0)
 
 
+def test_runners_forget_a_request_that_was_to_be_seated_and_has_lost_its_blocks(
+    make: Make,
+) -> None:
+    """It was there before, and its seat is not sent. So the next step says that it has ended."""
+    engines, (name,) = foretold(make, requests=1)
+    group = engines.group
+    group._scheduler.finished_req_ids.add(name)
+    group.expect(name, engines.frames[name])
+    (announced,) = engines.own[0].announce([name])
+    assert group.allot(announced)
+    group._carried.blocks.forget(group._carried.expected(name))
+    group.tell_allotted()
+    assert seats(engines) == 0
+    assert name in group._scheduler.finished_req_ids
+
+
 def test_where_requests_run_nobody_is_seated(make: Make) -> None:
     engines, names = foretold(make)
     (prompt,) = random_prompts((9,), seed=3)
