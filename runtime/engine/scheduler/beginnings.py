@@ -25,6 +25,9 @@ from vllm.v1.worker.gpu.sample.penalties import use_penalty
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel
 
+SEATS = 8
+"""So many requests are seated together: runners look after each whether there is a step to run."""
+
 
 @dataclass(slots=True)
 class _Introduced:
@@ -112,7 +115,8 @@ class Beginnings:
         if seats:
             # They may have been here before. The runners forget that now, not with the next step.
             self._scheduler.finished_req_ids.difference_update(rest.request_id for rest in seats)
-            self._channel.send(instructions.Seat(seats))
+        for begin in range(0, len(seats), SEATS):
+            self._channel.send(instructions.Seat(seats[begin : begin + SEATS]))
 
     def _holds(self, rest: instructions.Rest) -> bool:
         """Return whether a request has the blocks with which it is to be seated."""
