@@ -30,6 +30,7 @@ from shoal.server.errors import UserError
 from shoal.server.gate.access import Access, check_environment, take_access
 from shoal.server.options import config_file
 from shoal.server.options.adapter_options import adapters_of, check_adapters_and_layouts
+from shoal.server.options.experts_option import whole_experts
 from shoal.server.options.fit_options import node_fit
 from shoal.server.options.image_options import check_images_and_layouts
 from shoal.server.options.policy_options import policy_of
@@ -271,6 +272,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         share_weights=args.share_weights,
         move_memory=args.move_memory,
         shift_threshold=args.shift_threshold,
+        whole_experts=whole_experts(args.whole_experts, on_gpus=on_gpus),
         recording_dir=args.recording_dir,
         log_format=args.log_format,
         tracing=args.otlp_traces_endpoint is not None,

@@ -32,6 +32,7 @@ from shoal.server.gate.bounds import DEFAULTS as DEFAULT_BOUNDS
 from shoal.server.gate.bounds import add_bounds_options, check_bounds_options
 from shoal.server.number_options import add_number, check_at_least, check_positive, flag_of
 from shoal.server.options.adapter_options import check_adapters
+from shoal.server.options.experts_option import add_experts_option
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
 from shoal.server.options.fit_options import add_fit_options, check_fit_options
 from shoal.server.options.mixed_step_option import add_mixed_option
@@ -122,6 +123,7 @@ def _add_layout_options(group: argparse._ArgumentGroup) -> None:
         help="most pipeline stages of a group; above 1, operators may ask for groups with stages; "
         "no policy does (default: %(default)s)",
     )
+    add_experts_option(group)
     add_policy_option(group)
 
 

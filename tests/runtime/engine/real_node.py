@@ -51,6 +51,7 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages.views import MemoryView, SwitchView
 from shoal.runtime.protocol.transport import SUPERVISOR, ZmqControllerTransport, front_identity
+from shoal.runtime.whole_experts import WholeExperts
 from shoal.server.frontend.interruptions import Interruptions
 from shoal.server.frontend.ordering import InOrder
 from tests import preloaded
@@ -294,6 +295,7 @@ class RealNode:
         carry_path: see ``NodeConfig.carry_path``.
         max_pp: see ``NodeConfig.max_pp``.
         max_sp: see ``NodeConfig.max_sp``; above 1 the node's ``script`` says how steps run.
+        whole_experts: see ``NodeConfig.whole_experts``.
         share_weights: see ``NodeConfig.share_weights``.
         recording_dir: see ``NodeConfig.recording_dir``; runners that record answer no probes.
         adapters: see ``NodeConfig.adapters``.
@@ -313,6 +315,7 @@ class RealNode:
         carry_path: CarryPath = CarryPath.AUTO,
         max_pp: int = 1,
         max_sp: int = 1,
+        whole_experts: WholeExperts | None = None,
         share_weights: int = 1,
         recording_dir: Path | None = None,
         adapters: Sequence[Adapter] = (),
@@ -336,6 +339,7 @@ class RealNode:
             carry_path=carry_path,
             max_pp=max_pp,
             max_sp=max_sp,
+            whole_experts=whole_experts,
             share_weights=share_weights,
             recording_dir=None if recording_dir is None else str(recording_dir),
             adapters=tuple(adapters),

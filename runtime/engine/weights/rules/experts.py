@@ -113,7 +113,7 @@ class ExpertsRule(ShardRule):
         for key in full.module._parameters:
             tensor = full.tensor(key)
             if key.startswith(("w13_", "w2_")):
-                view = _of_experts(tensor.data, own) if own else _of_each(key, tensor.data, shard)
+                view = of_experts(tensor.data, own) if own else _of_each(key, tensor.data, shard)
                 if key in _CHECKED and view.shape != shapes[key]:
                     raise UnviewableWeights(
                         f"{full.name}.{key} is split in a way Shoal does not know"
@@ -225,6 +225,6 @@ def _unviewable() -> Iterator[None]:
         raise UnviewableWeights(str(error)) from error
 
 
-def _of_experts(tensor: torch.Tensor, own: slice) -> torch.Tensor:
+def of_experts(tensor: torch.Tensor, own: slice) -> torch.Tensor:
     """Return those experts; the scale of inputs is one for all experts."""
     return tensor[own] if tensor.dim() else tensor
