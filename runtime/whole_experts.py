@@ -29,6 +29,11 @@ class WholeExperts(msgspec.Struct, frozen=True):
     per_expert: bool = True
     """Whether both are numbers of tokens that an expert has on average, and not of a step's."""
 
+    @property
+    def always(self) -> bool:
+        """Whether members compute whole experts in all steps."""
+        return self.fewest == 0 and self.most is None
+
     def steps(self, experts: int, top_k: int, members: int, largest: int) -> range:
         """Return the numbers of tokens of the steps in which members compute whole experts.
 

@@ -168,10 +168,16 @@ class Process:
 # --- configuration ---
 
 
-def configs_of(model: str, max_group: int, max_pp: int = 1, **vllm_args: Any) -> LayoutConfigs:
+def configs_of(
+    model: str,
+    max_group: int,
+    max_pp: int = 1,
+    whole: WholeExperts | None = None,
+    **vllm_args: Any,
+) -> LayoutConfigs:
     """Return what ``NodeConfig.vllm`` holds, of arguments over ``MODEL_ARGS``."""
     args = prepare(AsyncEngineArgs(model=model, **(MODEL_ARGS | vllm_args)), api_servers=1)
-    return layout_configs(args, dp_config(args), layouts_up_to(max_group, max_pp))
+    return layout_configs(args, dp_config(args), layouts_up_to(max_group, max_pp), whole)
 
 
 # --- stock vLLM -----------------------------------------------------------------------------------
@@ -325,7 +331,8 @@ class RealNode:
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-test-"))
         self._environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", **(environment or {})}
         with patch.dict(os.environ, self._environment):
-            configs = configs_of(str(model), engines, max_pp, **(NODE_ARGS | vllm_args))
+            args = NODE_ARGS | vllm_args
+            configs = configs_of(str(model), engines, max_pp, whole_experts, **args)
         self.config = NodeConfig(
             engines=engines,
             max_group=engines,
