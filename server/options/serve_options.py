@@ -385,7 +385,7 @@ def serves_demo(args: Namespace, default_of: Callable[[str], Any]) -> bool:
 
 
 def model_defaults(engines: int, *, on_cpu: bool, demo: bool) -> dict[str, Any]:
-    """Return the defaults by which Shoal replaces vLLM's.
+    """Return the defaults that depend on the machine and the model; most replace vLLM's.
 
     They are set in the parser, so a value that the user gives always takes precedence.
 
@@ -397,7 +397,7 @@ def model_defaults(engines: int, *, on_cpu: bool, demo: bool) -> dict[str, Any]:
     """
     defaults: dict[str, Any] = {"api_server_count": 1 if on_cpu else engines}
     if on_cpu:
-        defaults["kv_cache_memory_bytes"] = CPU_KV_BYTES
+        defaults |= {"kv_cache_memory_bytes": CPU_KV_BYTES, "whole_experts": "never"}
     if demo:
         defaults |= {
             "model": str(DEMO_CHECKPOINT),

@@ -24,12 +24,12 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.weights.experts_by_length import add_whole_experts
 from shoal.runtime.engine.weights.rules.formats import owns_weights
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.store import WeightStore, layers_of
-from shoal.runtime.engine.weights.whole_experts import add_whole_experts
 from shoal.runtime.whole_experts import WholeExperts
 
 VIEW_LOAD_FORMAT = "shoal_view"

@@ -8,11 +8,11 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 
 from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.weights.experts_by_length import add_whole_experts
 from shoal.runtime.engine.weights.rules.shards import Shard
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
-from shoal.runtime.engine.weights.whole_experts import add_whole_experts
 from shoal.runtime.whole_experts import WholeExperts
 from tests.runtime.engine.expert_layers import (
     EXPERTS,
@@ -25,7 +25,7 @@ from tests.runtime.engine.one_rank import ranks
 from tests.runtime.engine.owned_bytes import owned_bytes
 
 HIDDEN, INTERMEDIATE = 32, 128
-LONG = WholeExperts(fewest=8, most=None, per_expert=False)
+LONG = WholeExperts(fewest=8, most=None, automatic=False)
 """Steps of eight tokens or more."""
 KINDS: tuple[dict[str, Any], ...] = ({}, {"activation": "swigluoai", "has_bias": True})
 

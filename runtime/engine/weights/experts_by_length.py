@@ -60,8 +60,11 @@ def _divides_each(layer: nn.Module, shard: Shard) -> bool:
 
 
 def _add(layer: RoutedExperts, full: FullLayer, shard: Shard, when: WholeExperts) -> range:
-    experts, largest = layer.global_num_experts, layer.moe_config.max_num_tokens
-    steps = when.steps(experts, layer.top_k, shard.of, largest)
+    config = layer.moe_config
+    steps = when.steps(
+        *(layer.global_num_experts, layer.top_k, config.intermediate_size),
+        *(shard.of, config.max_num_tokens),
+    )
     if steps:
         layer.shoal_whole = whole_experts(layer, full, shard)
         layer.shoal_whole_steps = steps
