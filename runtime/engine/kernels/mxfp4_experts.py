@@ -330,10 +330,10 @@ def _are_alike(one: Packed, other: Packed) -> bool:
     """
     first, second = _data(one), _data(other)
     layouts = [type(getattr(getattr(of, "storage", None), "layout", None)) for of in (one, other)]
-    shown = [getattr(of, "shape", None) for of in (one, other)]
+    shown = [tuple(of.shape) for of in (one, other)]
     return (
         layouts[0] is layouts[1]
-        and list(shown[0]) == list(shown[1])
+        and shown[0] == shown[1]
         and (first.shape, first.dtype) == (second.shape, second.dtype)
         and _order(first) == _order(second)
         and torch.equal(_bytes(first), _bytes(second))

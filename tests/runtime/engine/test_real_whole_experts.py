@@ -37,7 +37,8 @@ def expected(model: Path) -> Expected:
 @pytest.fixture(scope="module")
 def node(model: Path) -> Iterator[RealNode]:
     # A step has at most 16 requests that decode, and more tokens than that if it computes a prompt.
-    with RealNode(model, 2, max_sp=2, whole_experts=WholeExperts(17, None, False)) as node:
+    whole = WholeExperts(17, None, automatic=False)
+    with RealNode(model, 2, max_sp=2, whole_experts=whole) as node:
         yield node
 
 
