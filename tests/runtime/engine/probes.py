@@ -505,6 +505,14 @@ def confuse_experts(runner: ProbedRunner, layout: Layout) -> bool:
     return by_expert
 
 
+def confuse_whole_experts(runner: ProbedRunner, layout: Layout) -> None:
+    """Let the whole experts that a member computes in some steps be in another order."""
+    for name, layer in runner._workers[layout].model.named_modules():
+        if name.endswith(".shoal_whole"):
+            own = layer._expert_map >= 0
+            layer._expert_map[own] = layer._expert_map[own].flip(0)
+
+
 def absorbed_bytes(runner: ProbedRunner) -> tuple[int, int]:
     """Return the bytes of all absorbed matrices of DP, and those in the weights themselves."""
     attention = [
