@@ -54,6 +54,8 @@ class Beginnings:
         """Expected requests, until a step begins with them."""
         self._seats: list[instructions.Rest] = []
         """Those that are to be seated."""
+        self._former: set[str] = set()
+        """Those of them that have been here before, and that runners may still know."""
         self._seated = 0
         """How many have been seated since the last step with tokens."""
         self._forgotten: list[str] = []
@@ -91,6 +93,10 @@ class Beginnings:
             return
         if not self._has_seats() or not _samples_plainly(known.request):
             return
+        if request_id in scheduler.finished_req_ids:
+            # Runners forget that it was here with its seat, and not with the next step.
+            scheduler.finished_req_ids.remove(request_id)
+            self._former.add(request_id)
         known.blocks = scheduler.kv_cache_manager.get_block_ids(request_id)
         tokens = array("i", known.request.all_token_ids[known.tokens :])
         known.tokens += len(tokens)
@@ -112,9 +118,10 @@ class Beginnings:
         What has lost its blocks meanwhile is left out: they may back nothing, or another request.
         """
         seats, self._seats = [rest for rest in self._seats if self._holds(rest)], []
-        if seats:
-            # They may have been here before. The runners forget that now, not with the next step.
-            self._scheduler.finished_req_ids.difference_update(rest.request_id for rest in seats)
+        if self._former:
+            lost = self._former.difference(rest.request_id for rest in seats)
+            self._scheduler.finished_req_ids.update(lost)
+            self._former.clear()
         for begin in range(0, len(seats), SEATS):
             self._channel.send(instructions.Seat(seats[begin : begin + SEATS]))
 
