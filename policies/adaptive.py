@@ -22,7 +22,7 @@ brought nothing. It returns to its true value within seconds.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shoal.policies.flow import NEAR_SECONDS
 from shoal.policies.flying import FLYING
@@ -43,6 +43,7 @@ from shoal.policies.hindsight import (
     terms_of,
 )
 from shoal.policies.lane import LINGER_SECONDS, lane_of
+from shoal.policies.second_chance import Chances
 from shoal.policies.static import (
     Preference,
     dispatch_least_loaded,
@@ -116,6 +117,8 @@ class Memory:
     agreed: Partition | None = None
     """To which partition a switch seemed to pay then. To a wider one it must do so twice, because
     that is never urgent."""
+    chances: Chances = field(default_factory=Chances)
+    """When the node last had each layout."""
     terms: TermsOf | None = None
     """What the units of shadows can do, by the cost model of ``terms_at``."""
     terms_at: float = 0.0
@@ -241,7 +244,10 @@ def _by_hindsight(
         return Plan(dispatches, memory=memory, verdicts=verdicts)
     stop = stops[best] * snapshot.requests
     regrets = {c: regret + stop for c, regret in regrets.items()}
+    back = memory.wider is not None and memory.wider != wider
+    chances = memory.chances.after_switch(snapshot.since_switch, back=back)
     memory = replace(memory, behind=tuple(regrets.items()), wider=wider, agreed=None)
+    memory = replace(memory, chances=chances)
     return Plan(dispatches, best, "carry", _reason(snapshot, best), memory, verdicts=verdicts)
 
 
@@ -264,8 +270,12 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
     here, terms = snapshot.partition, memory.terms
     candidates = [c for c in _candidates(snapshot, 1) if c != here]
     if terms is None or snapshot.now - memory.terms_at > TERMS_SECONDS:
-        terms = terms_of(snapshot, model, layouts_up_to(snapshot.max_group))
-        memory = replace(memory, terms=terms, terms_at=snapshot.now)
+        every, present = layouts_up_to(snapshot.max_group), [unit.layout for unit in here]
+        chances = memory.chances.at(snapshot.now, present, every)
+        requests = max(snapshot.requests, snapshot.smoothed_requests)
+        measured = terms_of(snapshot, model, every)
+        terms = chances.terms(measured, present[0], snapshot.now, requests)
+        memory = replace(memory, chances=chances, terms=terms, terms_at=snapshot.now)
     seen = memory.shadows
     if seen is not None:
         seen = follow(seen, snapshot, News(memory.arrived, memory.placed, memory.ended), terms)

@@ -21,7 +21,7 @@ SURE_SECONDS = 0.2
 noise of many grows as the root of their number: it is a second times that at most."""
 NOISE_SECONDS = 0.5
 """The noise is at most so many seconds of each of the requests that are there."""
-FINE_SECONDS = 1.0
+FINE_SECONDS = 0.5
 """The fine is at most so many seconds of each of the requests that are there."""
 MOST_AHEAD = 0.75
 """Share of the price that may be paid by what is foreseen."""

@@ -31,7 +31,7 @@ def test_the_fine_has_the_loss_of_switches_that_were_all_in_vain() -> None:
 
 
 def test_the_fine_is_bounded_by_what_is_at_hand() -> None:
-    assert fine_of({DP: 1e6, TP: 1e5}, TP, 4) == pytest.approx(4.0)
+    assert fine_of({DP: 1e6, TP: 1e5}, TP, 4) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""``adaptive`` on nodes whose steps do not take what its cost model says."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+
+import pytest
+
+from shoal.loadgen.shapes import Lengths, poisson
+from shoal.loadgen.workload import Arrival
+from shoal.policies.values.batch import Batch, Mode, StepKind
+from shoal.policies.values.layouts import DP, Layout
+from shoal.runtime.engine.fake.step_times import StepTimes
+from shoal.runtime.simulation.node_settings import Node
+from shoal.runtime.simulation.shape_files import cost_model, read_hardware, read_shape
+from shoal.runtime.simulation.simulated_node import simulate
+
+Truth = Callable[[Layout, Batch, float], float]
+"""Maps a step and its simulated seconds to those that it takes."""
+SHAPE, H200 = read_shape("llama-3-8b-bf16"), read_hardware("h200")
+TP2 = Layout(tp=2)
+QUIET_AT = 12.0
+
+
+@dataclass(frozen=True)
+class Perturbed(Node):
+    truth: Truth = lambda _layout, _batch, seconds: seconds
+
+    def step_times(self, share: int) -> StepTimes:
+        simulated = Node(SHAPE, H200, engines=2, max_group=2, max_sp=2).step_times(share)
+
+        def seconds(layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
+            return self.truth(layout, batch, simulated(layout, batch, mode))
+
+        return seconds
+
+
+def node(truth: Truth, believed: Truth | None = None) -> Perturbed:
+    """Return two engines whose steps were timed at the start, with short contexts.
+
+    Args:
+        truth: the times of steps.
+        believed: the times that were found at the start; None: the true ones.
+    """
+    found = believed or truth
+    model = cost_model(SHAPE, H200, max_sp=2)
+    for layout in (DP, TP2):
+        few = [Batch(n, n * 300) for n in (1, 8, 32, 64)]
+        steps = [(one, found(layout, one, model.step_seconds(layout, one))) for one in few]
+        model = model.fit(layout, Mode.TP, StepKind.DECODE, steps)
+    return Perturbed(
+        SHAPE,
+        H200,
+        engines=2,
+        max_group=2,
+        max_sp=2,
+        corrections=model.corrections,
+        truth=truth,
+    )
+
+
+def crowd_and_quiet(quiet_seconds: float) -> Iterator[Arrival]:
+    """Yield eight seconds of many requests, for which DP is best, and then a few per second."""
+    rng = random.Random(0)
+    crowd = poisson(rng, Lengths((100, 400), (80, 160)), rate=170.0)
+    yield from takewhile(lambda one: one.at < 8.0, crowd)
+    for one in poisson(rng, Lengths((300, 1500), (100, 300)), rate=3.5):
+        if one.at > quiet_seconds:
+            return
+        yield Arrival(QUIET_AT + one.at, one.prompt_tokens, one.output_tokens)
+
+
+def noise(spread: float) -> Truth:
+    rng = random.Random(1)
+    return lambda _layout, _batch, seconds: seconds * rng.lognormvariate(0.0, spread)
+
+
+def hiccups() -> Truth:
+    """Let a few steps take half as long again."""
+    rng = random.Random(2)
+    return lambda _layout, _batch, seconds: seconds * (1.5 if rng.random() < 0.05 else 1.0)
+
+
+def group_slower(part: float) -> Truth:
+    """Let the group's steps take longer by this part."""
+    return lambda layout, _batch, seconds: seconds * (1.0 + part * (layout == TP2))
+
+
+TRUTHS: dict[str, Truth] = {
+    "as simulated": lambda _layout, _batch, seconds: seconds,
+    "all slower": lambda _layout, _batch, seconds: 1.2 * seconds,
+    "all faster": lambda _layout, _batch, seconds: 0.8 * seconds,
+    "group slower": group_slower(0.1),
+    "engines faster": lambda layout, _batch, seconds: seconds * (1.0 if layout == TP2 else 0.9),
+    "group slower with prompts": lambda layout, batch, seconds: (
+        seconds * (1.3 if layout == TP2 and batch.prefill_tokens else 1.0)
+    ),
+    "group slower with many": lambda layout, batch, seconds: (
+        seconds * (1.0 + (0.006 * min(60, batch.decodes) if layout == TP2 else 0.0))
+    ),
+    "contexts slower": lambda _layout, batch, seconds: seconds + 2e-8 * batch.context_tokens,
+    "noisy": noise(0.15),
+    "hiccups": hiccups(),
+}
+
+
+def seconds_in_single_engines(served: Node, quiet_seconds: float) -> float:
+    """Return how long the node is in the wrong layout after the crowd."""
+    run = simulate(served, "adaptive", list(crowd_and_quiet(quiet_seconds)))
+    assert not run.policy_errors
+    end, wrong = QUIET_AT + quiet_seconds, 0.0
+    until = [at for at, _ in run.layouts[1:]] + [end]
+    for (at, units), then in zip(run.layouts, until, strict=True):
+        wrong += (len(units) == 2) * max(0.0, min(then, end) - max(at, QUIET_AT))
+    assert any(len(units) == 2 for at, units in run.layouts if at < QUIET_AT), "DP for the crowd"
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("truth", TRUTHS.values(), ids=TRUTHS.keys())
+def test_after_a_crowd_a_node_finds_its_group_within_seconds(truth: Truth) -> None:
+    """In the quiet part the group takes at least a tenth less time, whatever else is wrong."""
+    assert seconds_in_single_engines(node(truth), 16.0) < 9.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "seconds"), [(0.2, 9.0), (0.3, 9.0), (1.0, 45.0)])
+def test_a_group_that_was_measured_wrongly_gets_another_chance(part: float, seconds: float) -> None:
+    """Nobody measures the steps of a group that the node does not have."""
+    served = node(TRUTHS["as simulated"], believed=group_slower(part))
+    assert seconds_in_single_engines(served, 60.0) < seconds
