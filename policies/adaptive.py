@@ -21,7 +21,7 @@ brought nothing. It returns to its true value within seconds.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.policies.flow import NEAR_SECONDS
@@ -49,6 +49,7 @@ from shoal.policies.static import (
     place_group,
     with_singles,
 )
+from shoal.policies.switch_price import Account, fine_of, noise_of, price_of, verdicts_of
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
@@ -72,13 +73,6 @@ TERMS_SECONDS = 0.5
 """How long the cost model's numbers are used."""
 USUAL_SECONDS = 60.0
 """Time constant of the usual number of requests: longer than the pauses between most bursts."""
-LEAST_SAVED = 0.5
-"""A candidate must have saved so many seconds of requests in any case."""
-SURE_SECONDS = 0.2
-"""A candidate must have saved so many seconds of each of the usual requests, if they are few. The
-noise of many grows as the root of their number: it is a second times that at most."""
-MOST_AHEAD = 0.75
-"""Share of the price that may be paid by what is foreseen."""
 REGRET_SECONDS = 120.0
 """Time constant with which it is forgotten by how much the node was slower than a layout."""
 LEAST_PROMISES = 0.1
@@ -117,6 +111,8 @@ class Memory:
     shadows: Hindsight | None = None
     looked: float = -math.inf
     """When a switch was last looked at that seemed to pay."""
+    foreseen: tuple[tuple[Partition, float], ...] = ()
+    """What the latest look said that a switch to each of these would bring."""
     agreed: Partition | None = None
     """To which partition a switch seemed to pay then. To a wider one it must do so twice, because
     that is never urgent."""
@@ -206,9 +202,9 @@ def _by_hindsight(
     assert seen is not None
     assert terms is not None
     gains, here = saved(seen, terms), snapshot.partition
-    forecast = Forecast(snapshot, model)
-    noise = _noise(memory.usual)
-    prices = {c: max(LEAST_SAVED, noise + forecast.loss(c, memory.usual)) for c in gains}
+    now = max(snapshot.requests, snapshot.smoothed_requests)
+    forecast, noise = Forecast(snapshot, model), noise_of(memory.usual, now)
+    prices = {c: price_of(noise, forecast.loss(c, memory.usual)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
     low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
@@ -222,29 +218,31 @@ def _by_hindsight(
     # What was saved before a surge says nothing of it, and it is not noise.
     surge = {c for c in gains if len(c) > len(here)} if surges(seen) else set[Partition]()
     gains |= {c: max(noise, gains[c]) for c in surge}
-    lead = {c: gains[c] - _fine(regrets, c) for c in gains if forecast.has_room(c)}
-    least = {c: max(LEAST_SAVED, (1 - MOST_AHEAD) * prices[c]) for c in lead}
-    near = [c for c in lead if lead[c] >= least[c] or c in surge]
+    accounts = {
+        c: Account(saving, prices[c], fine_of(regrets, c, now), forecast.has_room(c))
+        for c, saving in gains.items()
+    }
+    near = [c for c, one in accounts.items() if one.is_near or (one.has_room and c in surge)]
     pause = WATCH_SECONDS if surge else LOOK_SECONDS
     early = snapshot.since_switch < LEAST_SECONDS or snapshot.now - memory.looked < pause
     if not near or early:
-        return Plan(dispatches, memory=memory)
+        return Plan(dispatches, memory=memory, verdicts=verdicts_of(accounts, memory.foreseen))
     stops = {c: forecast.whole_stop(c) for c in near}
-    memory, stays = replace(memory, looked=snapshot.now), Staying()
-    worth = {
-        c: foreseen(seen, c, stop, terms, c in surge, stays) - max(0.0, prices[c] - lead[c])
-        for c, stop in stops.items()
-    }
+    stays = Staying()
+    ahead = {c: foreseen(seen, c, stop, terms, c in surge, stays) for c, stop in stops.items()}
+    memory = replace(memory, looked=snapshot.now, foreseen=tuple(ahead.items()))
+    worth = {c: brings - accounts[c].unpaid for c, brings in ahead.items()}
     best = max(worth, key=worth.__getitem__)
     pays, wider = worth[best] > 0.0, len(best) < len(here)
     sure = not wider or memory.agreed == best
+    verdicts = verdicts_of(accounts, memory.foreseen)
     memory = replace(memory, agreed=best if pays else None)
     if not (pays and sure):
-        return Plan(dispatches, memory=memory)
+        return Plan(dispatches, memory=memory, verdicts=verdicts)
     stop = stops[best] * snapshot.requests
     regrets = {c: regret + stop for c, regret in regrets.items()}
     memory = replace(memory, behind=tuple(regrets.items()), wider=wider, agreed=None)
-    return Plan(dispatches, best, "carry", _reason(snapshot, best), memory)
+    return Plan(dispatches, best, "carry", _reason(snapshot, best), memory, verdicts=verdicts)
 
 
 def _first(snapshot: Snapshot) -> Partition | None:
@@ -259,22 +257,6 @@ def _first(snapshot: Snapshot) -> Partition | None:
         return None
     target = with_singles(snapshot, units_of(snapshot.engines, half[-1]))
     return target if target != snapshot.partition else None
-
-
-def _noise(usual: float) -> float:
-    """Return the seconds of requests that say nothing, where one usually finds so many."""
-    return min(SURE_SECONDS * usual, math.sqrt(usual))
-
-
-def _fine(regrets: Mapping[Partition, float], candidate: Partition) -> float:
-    """Return what a candidate must save beyond its price.
-
-    It is its distance to the partition that the node would best have had all the time, or nothing
-    if the node was faster than that. If the node was slower than each partition would have been,
-    its switches have cost that much, and the next one must bring it in.
-    """
-    lost = max(0.0, min(regrets.values()))
-    return lost + max(0.0, max(regrets.values()) - max(0.0, regrets[candidate]))
 
 
 def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory:

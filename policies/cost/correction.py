@@ -1,16 +1,27 @@
 """How measured steps correct the roofline."""
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from shoal.policies.values.batch import Mode, StepKind
 from shoal.policies.values.layouts import Layout
 
 SMOOTHING = 0.1
-"""Weight of a new measurement in a correction."""
+"""Weight of a new measurement among those of steps of its length."""
 SPREAD = 0.1
-"""Relative standard deviation of steps that is enough to tell a proportional error from a constant.
-"""
+"""Relative standard deviation of lengths from which on they tell a proportional error from a
+constant one."""
+OCTAVE = 4
+"""How many lengths of steps are told apart between one and its double."""
+FEW = 5
+"""Fewer measurements of a length count less."""
+KEPT = 0.99
+"""What a length's weight is multiplied by at each measurement of another length."""
+LEAST_WEIGHT = 0.1
+"""Least weight of a length that was measured often."""
 MAX_CORRECTION = 10.0
 """Upper bound of the factor of a correction; its inverse is the lower bound. So a single absurd
 measurement has little effect."""
@@ -23,13 +34,35 @@ KNOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
+class Alike:
+    """What is known of steps of about one length."""
+
+    length: int
+    """Logarithm of their seconds by the roofline, in parts of an octave."""
+    roofline: float
+    """Smoothed seconds by the roofline."""
+    missed: float
+    """Smoothed difference of the measured seconds and the roofline's."""
+    samples: int = 1
+    at: int = 0
+    """How many steps the correction had seen when it saw the latest of these."""
+
+    def weight(self, now: int) -> float:
+        """Return how much they count after so many steps of all lengths."""
+        often = min(1.0, self.samples / FEW)
+        return often * max(LEAST_WEIGHT, KEPT ** max(0, now - self.at))
+
+
+@dataclass(frozen=True, slots=True)
 class Correction:
     """How measured times of one layout's steps, of one kind and mode, differ from the roofline.
 
-    A line is fitted to them by least squares. A part of the error is proportional to the roofline,
-    such as arithmetic below peak speed, and the rest is the same in every step, such as launches.
-    Steps of about equal length cannot separate the two; until lengths differ, the error counts as
-    constant.
+    A line is fitted to them by least squares of relative errors. A part of the error is
+    proportional to the roofline, such as arithmetic below peak speed, and the rest is the same in
+    every step, such as launches. Steps of about equal length cannot separate the two; until lengths
+    differ, the error counts as constant. Steps of other lengths are not forgotten while the node
+    has none such. Otherwise what a layout's long steps have missed would be added to its short
+    ones, when nobody measures them any more because the node has another layout.
     """
 
     layout: Layout
@@ -38,30 +71,13 @@ class Correction:
     error: float = 0.0
     """Smoothed relative error of the predictions, each made before its measurement was learned."""
     samples: int = 0
-    roofline: float = 0.0
-    """Smoothed seconds by the roofline."""
-    missed: float = 0.0
-    """Smoothed difference of the measured seconds and the roofline's."""
-    variance: float = 0.0
-    """Smoothed variance of the roofline's seconds."""
-    covariance: float = 0.0
-    """Smoothed covariance of the roofline's seconds and the difference."""
+    alike: tuple[Alike, ...] = ()
+    """What is known of the steps of each length."""
+    line: tuple[float, float] = (1.0, 0.0)
+    """By which factor the roofline's seconds are multiplied, and what is added to them."""
     streams: bool = False
     """Whether the steps read weights from other engines. Then what counts as their roofline is the
     longer of the corrected computing and the reading."""
-
-    @property
-    def line(self) -> tuple[float, float]:
-        """By which factor the roofline's seconds are multiplied, and what is added to them."""
-        if not self.samples:
-            return 1.0, 0.0
-        doubt = (SPREAD * self.roofline) ** 2
-        # A step of more work takes no less time, whatever a few measurements say.
-        slope = max(-1.0, self.covariance / (self.variance + doubt))
-        if self.kind is StepKind.PREFILL:
-            # Few steps of very different lengths, one of which waited, would give any slope.
-            slope *= min(1.0, self.samples / KNOWN)
-        return 1 + slope, self.missed - slope * self.roofline
 
     def apply(self, roofline: float) -> float:
         """Return the corrected seconds of a step to which the roofline gives ``roofline``."""
@@ -77,21 +93,25 @@ class Correction:
             expected: those that corrections predict which are known well; None: none is.
         """
         weight = max(SMOOTHING, 1 / (self.samples + 1))
-        predicted = self.apply(roofline)
-        error = abs(predicted - seconds) / seconds
+        error = abs(self.apply(roofline) - seconds) / seconds
         if expected is not None:
             seconds = min(OUTLIER * expected, max(expected / OUTLIER, seconds))
-        missed = _bounded(seconds, roofline) - roofline
-        off, beyond = roofline - self.roofline, missed - self.missed
-        return replace(
-            self,
-            error=self.error + weight * (error - self.error),
-            samples=self.samples + 1,
-            roofline=self.roofline + weight * off,
-            missed=self.missed + weight * beyond,
-            variance=(1 - weight) * (self.variance + weight * off * off),
-            covariance=(1 - weight) * (self.covariance + weight * off * beyond),
-        )
+        missed, samples = _bounded(seconds, roofline) - roofline, self.samples + 1
+        length = _length(roofline)
+        rest = tuple(one for one in self.alike if one.length != length)
+        old = next((one for one in self.alike if one.length == length), None)
+        if old is None:
+            new = Alike(length, roofline, missed, 1, samples)
+        else:
+            part = max(SMOOTHING, 1 / (old.samples + 1))
+            new = Alike(
+                length,
+                old.roofline + part * (roofline - old.roofline),
+                old.missed + part * (missed - old.missed),
+                old.samples + 1,
+                samples,
+            )
+        return self._with((*rest, new), samples, self.error + weight * (error - self.error))
 
     def fit(self, measured: Sequence[tuple[float, float]]) -> "Correction":
         """Return the correction that steps give which were all measured at once.
@@ -101,27 +121,54 @@ class Correction:
         Args:
             measured: seconds by the roofline, and those that were measured; at least one pair.
         """
-        count = len(measured)
-        rooflines = [roofline for roofline, _ in measured]
-        missed = [_bounded(seconds, roofline) - roofline for roofline, seconds in measured]
-        roofline, mean = sum(rooflines) / count, sum(missed) / count
-        pairs = list(zip(rooflines, missed, strict=True))
-        variance = sum((one - roofline) ** 2 for one in rooflines) / count
-        covariance = sum((one - roofline) * (off - mean) for one, off in pairs) / count
-        doubt = (SPREAD * roofline) ** 2
-        if variance > doubt:
-            # Lengths differ enough to tell the two parts of the error, so ``line`` need not doubt.
-            covariance *= 1 + doubt / variance
-        new = replace(
-            self,
-            samples=max(KNOWN, count),
-            roofline=roofline,
-            missed=mean,
-            variance=variance,
-            covariance=covariance,
-        )
+        samples = max(KNOWN, len(measured))
+        missed = defaultdict[int, list[tuple[float, float]]](list)
+        for roofline, seconds in measured:
+            pair = roofline, _bounded(seconds, roofline) - roofline
+            missed[_length(roofline)].append(pair)
+        alike = [
+            Alike(length, fmean(r for r, _ in pairs), fmean(m for _, m in pairs), FEW, samples)
+            for length, pairs in missed.items()
+        ]
+        new = self._with(tuple(alike), samples, 0.0)
         errors = (abs(new.apply(one) - seconds) / seconds for one, seconds in measured)
-        return replace(new, error=sum(errors) / count)
+        return replace(new, error=fmean(errors))
+
+    def _with(self, alike: tuple[Alike, ...], samples: int, error: float) -> "Correction":
+        """Return the correction with other measurements, and the line through them."""
+        trust = 1.0
+        if self.kind is StepKind.PREFILL:
+            # Few steps of very different lengths, one of which waited, would give any slope.
+            trust = min(1.0, samples / KNOWN)
+        line = _line(alike, samples, trust)
+        return replace(self, error=error, samples=samples, alike=alike, line=line)
+
+
+def _length(roofline: float) -> int:
+    return round(OCTAVE * math.log2(roofline))
+
+
+def _line(alike: Sequence[Alike], now: int, trust: float) -> tuple[float, float]:
+    """Return the factor and the summand that make the relative errors smallest.
+
+    Args:
+        alike: the measured steps, at least one length.
+        now: how many steps were measured.
+        trust: by what the proportional part of the error is multiplied, at most 1.
+    """
+    ones = long = longer = off = both = 0.0
+    for one in alike:
+        weight, inverse, missed = one.weight(now), 1 / one.roofline, one.missed / one.roofline
+        ones += weight
+        long += weight * inverse
+        longer += weight * inverse * inverse
+        off += weight * missed
+        both += weight * missed * inverse
+    spread = ones - long * long / longer
+    # A step of more work takes no less time, whatever a few measurements say.
+    steep = (off - long * both / longer) / max(spread, ones * SPREAD**2)
+    slope = trust * max(-1.0, steep)
+    return 1 + slope, (both - slope * long) / longer
 
 
 def _bounded(seconds: float, roofline: float) -> float:

@@ -37,6 +37,23 @@ class Dispatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the node does not have another layout, for people who ask. Seconds are of requests."""
+
+    partition: Partition
+    saved: float
+    """What it would have saved so far beside the present layout."""
+    price: float
+    """What it must save."""
+    fine: float
+    """What it must save beside that, because another layout was better so far."""
+    foreseen: float | None
+    """What the latest look ahead said that a switch would bring; None: there was no look."""
+    has_room: bool
+    """Whether the requests could take their KV along."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What a policy wants to be done now; the empty plan changes nothing."""
 
@@ -56,6 +73,8 @@ class Plan:
     """Carry so many of a unit's requests whose prompts are computed to another unit: the latest. It
     is done if the plan has no target, and if nothing else needs the engines. There is one move at a
     time between two units."""
+    verdicts: tuple[Verdict, ...] = ()
+    """What the policy thinks of other layouts, if it has judged them; empty: what it last said."""
 
 
 @dataclass(frozen=True, slots=True)

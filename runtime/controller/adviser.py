@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shoal.policies.registry import get_policy
-from shoal.policies.values.plan import Plan, PlanError, Policy, check_plan
+from shoal.policies.values.plan import Plan, PlanError, Policy, Verdict, check_plan
 from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.clock import Clock
 from shoal.runtime.controller.books.statistics import Statistics
@@ -15,6 +15,10 @@ log = logging.getLogger("shoal.controller")
 
 class Adviser:
     """Asks the current policy.
+
+    Attributes:
+        policy: the policy.
+        verdicts: what it thought of other layouts when it last judged them.
 
     Args:
         policy: name of the first policy.
@@ -51,6 +55,7 @@ class Adviser:
     def _take(self, policy: str) -> None:
         self.policy = get_policy(policy)
         self._memory: object = None
+        self.verdicts: tuple[Verdict, ...] = ()
         for follow in self._followers:
             follow(self.policy)
 
@@ -67,6 +72,7 @@ class Adviser:
             log.exception("policy %s failed", self.policy.name)
         else:
             self._memory = plan.memory
+            self.verdicts = plan.verdicts or self.verdicts
             return plan
         finally:
             self._statistics.decisions.observe(self._clock() - began)

@@ -109,6 +109,8 @@ class Calls:
             moves_total=int(books.statistics.moved.total()),
             step_errors=self._capacity.costs.errors,
             costs=self._costs,
+            corrections=self._capacity.costs.corrections,
+            candidates=layout_view.candidate_views(self._adviser.verdicts),
             shift=self._shifting.view,
             unavailable=layout_view.unavailable_views(
                 books, self._env.config.units, self._operations.rejoin.unavailable()

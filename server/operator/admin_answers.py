@@ -146,6 +146,25 @@ class LayoutAnswer(_Answer):
     switches: list[SwitchAnswer]
 
 
+class CorrectionAnswer(_Answer):
+    """How measured steps correct the predicted ones."""
+
+    factor: float
+    added_seconds: float
+    measured: int
+
+
+class CandidateAnswer(_Answer):
+    """Why the node does not have another layout."""
+
+    units: list[str]
+    saved_seconds: float
+    price_seconds: float
+    fine_seconds: float
+    foreseen_seconds: float | None
+    has_room: bool
+
+
 class PolicyAnswer(_Answer):
     """The policy, all there are, and what has come of it since the start."""
 
@@ -155,6 +174,8 @@ class PolicyAnswer(_Answer):
     moved: int = Field(validation_alias="moves_total")
     step_errors: dict[str, float]
     costs: str
+    corrections: dict[str, CorrectionAnswer]
+    candidates: list[CandidateAnswer]
 
     @computed_field
     def policies(self) -> list[str]:

@@ -245,14 +245,15 @@ def test_being_slower_than_a_layout_is_remembered_and_forgotten_within_minutes()
 def test_while_another_layout_would_have_been_better_its_lead_must_be_saved_too() -> None:
     best = wanted(CROWD)
     others = {PAIRS, DP, FOURS} - {best}
-    led = replace(CROWD, memory=Memory(-WATCH_SECONDS, behind=((TP, 1e9),)))
-    assert wanted(led) == TP
+
+    def after(*behind: tuple[Partition, float]) -> int:
+        return reviews(replace(CROWD, memory=Memory(-WATCH_SECONDS, behind=behind)))
+
+    assert after((TP, 1e9)) > after()
     # The layout that leads is the way home, and costs nothing more.
-    home = replace(CROWD, memory=Memory(-WATCH_SECONDS, behind=((best, 1e9),)))
-    assert wanted(home) == best
+    assert after((best, 1e9)) == after()
     # Nobody leads a node that was faster than every layout.
-    ahead = Memory(-WATCH_SECONDS, behind=tuple((c, -1e9) for c in (TP, best, *others)))
-    assert wanted(replace(CROWD, memory=ahead)) != TP
+    assert after(*((c, -1e9) for c in (TP, best, *others))) == after()
 
 
 def test_what_switches_have_cost_in_vain_must_be_saved_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,15 +269,24 @@ def test_what_switches_have_cost_in_vain_must_be_saved_too(monkeypatch: pytest.M
     assert after(0.0) == after(-2000.0) < after(2000.0)
 
 
-def test_the_price_grows_as_the_noise_of_the_load() -> None:
-    """With many requests it is less than in proportion to their number."""
+@pytest.mark.parametrize("worse", [(DP,), (DP, PAIRS, FOURS, TP)], ids=["lead", "in vain"])
+def test_a_dear_past_does_not_hold_a_layout_that_is_clearly_the_worse_one(
+    worse: tuple[Partition, ...],
+) -> None:
+    """Wider units are much faster for a request on each engine, and only the past speaks for DP."""
+    quiet = replace(node(DP, {0: 1}, rate=2.0), prompt_tokens=100.0, output_tokens=60.0)
+    dear = Memory(-WATCH_SECONDS, age=600.0, behind=tuple(dict.fromkeys(worse, 1e6).items()))
+    assert WATCH_SECONDS * reviews(replace(quiet, memory=dear), 60.0) < 8.0
 
-    def price(requests: int) -> float:
-        return adaptive._noise(Memory(0.0, requests=requests, squares=requests**2).usual)
 
-    assert price(10) == pytest.approx(2.0)
-    assert price(20) == pytest.approx(4.0)
-    assert price(400) == pytest.approx(20.0)
+def test_the_policy_says_what_it_thinks_of_layouts_that_the_node_does_not_have() -> None:
+    *_, last = asked_for(CROWD, 5.0)
+    seen = {verdict.partition: verdict for verdict in last.verdicts}
+    assert set(seen) == {PAIRS, DP, FOURS}
+    taken = seen[last.target]
+    assert taken.saved + taken.foreseen > taken.price
+    assert taken.fine == 0
+    assert all(verdict.has_room for verdict in last.verdicts)
 
 
 def test_the_usual_number_of_requests_does_not_begin_at_none() -> None:

@@ -12,7 +12,14 @@ from hypothesis import given
 from shoal.policies.registry import POLICIES
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.partition import singles
-from shoal.policies.values.plan import INTERFACE_VERSION, Dispatch, Plan, Policy, check_plan
+from shoal.policies.values.plan import (
+    INTERFACE_VERSION,
+    Dispatch,
+    Plan,
+    Policy,
+    Verdict,
+    check_plan,
+)
 from shoal.policies.values.snapshot import (
     LayoutState,
     Move,
@@ -80,7 +87,7 @@ def test_the_page_shows_the_package_of_the_examples() -> None:
 
 
 INTERFACE = (
-    *(Policy, Plan, Dispatch, Snapshot, PoolRequest, UnitState, LayoutState, Target),
+    *(Policy, Plan, Dispatch, Verdict, Snapshot, PoolRequest, UnitState, LayoutState, Target),
     *(StepPredictor, Batch, Move, ShareLevel),
 )
 """What policies are given and return: every public name in these is part of the interface."""

@@ -11,8 +11,8 @@ from shoal.runtime.fit_file import FitFileError, path_of, read_fit, write_fit
 
 KEY = {"gpu": "one", "engines": "2"}
 CORRECTIONS = (
-    Correction(DP, StepKind.DECODE, samples=20, roofline=0.01, missed=0.002),
-    Correction(Layout(tp=2), StepKind.PREFILL, Mode.SP, 0.1, 30, 0.1, 0.2, 0.3, 0.4),
+    Correction(DP, StepKind.DECODE).fit([(0.01, 0.012)]),
+    Correction(Layout(tp=2), StepKind.PREFILL, Mode.SP).fit([(0.1, 0.3), (0.2, 0.5)]),
 )
 
 

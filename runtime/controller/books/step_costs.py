@@ -10,6 +10,7 @@ from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.core_book import CoreBook, steps_between
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages.views import CorrectionView
 
 
 class StepCosts:
@@ -90,11 +91,20 @@ class StepCosts:
     @property
     def errors(self) -> dict[str, float]:
         """Smoothed relative error of the predictions of steps (``messages.LayoutView``)."""
+        return {_name(correction): correction.error for correction in self._present}
+
+    @property
+    def corrections(self) -> dict[str, CorrectionView]:
+        """What measured steps correct (``messages.LayoutView``)."""
+        return {_name(one): CorrectionView(*one.line, one.samples) for one in self._present}
+
+    @property
+    def _present(self) -> list[Correction]:
+        """The corrections of steps that share weights as they do now."""
         model = self.model
         if model is None:
-            return {}
-        now = (c for c in model.corrections if c.streams == model.streams(c.layout, c.mode))
-        return {_name(correction): correction.error for correction in now}
+            return []
+        return [c for c in model.corrections if c.streams == model.streams(c.layout, c.mode)]
 
     @property
     def hidden_above(self) -> dict[str, int]:

@@ -6,12 +6,14 @@ from itertools import islice
 
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
+from shoal.policies.values.plan import Verdict
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.carry_book import CarryStage
 from shoal.runtime.controller.books.engine_book import Engine, EngineBook, EngineState
 from shoal.runtime.controller.switching.switch import Switch
 from shoal.runtime.protocol.messages import SHUTTING_DOWN
 from shoal.runtime.protocol.messages.views import (
+    CandidateView,
     EngineView,
     RequestView,
     SwitchTrace,
@@ -63,6 +65,21 @@ def _requests_of(books: Books, engine: int) -> int:
         for carry in read
         if engine in carry.source.engines and engine not in carry.destination.engines
     )
+
+
+def candidate_views(verdicts: Iterable[Verdict]) -> list[CandidateView]:
+    """Return what the policy thinks of other layouts."""
+    return [
+        CandidateView(
+            units=[unit.layout.name for unit in one.partition],
+            saved_seconds=one.saved,
+            price_seconds=one.price,
+            fine_seconds=one.fine,
+            foreseen_seconds=one.foreseen,
+            has_room=one.has_room,
+        )
+        for one in verdicts
+    ]
 
 
 def unit_views(books: Books, busy: Collection[int], *, named: int = 0) -> list[UnitView]:

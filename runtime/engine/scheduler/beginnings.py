@@ -6,8 +6,8 @@ scheduler and runner two milliseconds each. So runners are told of an expected r
 its scheduler knows it (``Introduce``). The step brings the rest: blocks and outputs.
 
 Where a request gets its blocks before it comes, runners give it a row by then (``Seat``), because
-that takes them four milliseconds more. For them it is then a request that runs already. They are
-told as soon as their unit is bound.
+that takes them four milliseconds more. For them it is then a request that runs already. They do
+this as soon as they have nothing else to do, also before their unit is bound.
 
 Tokens go as arrays. Pickle sends an array as one string of bytes, and a runner writes it to its
 table in one go (``token_table.py``). A list goes number by number, several times.
@@ -24,6 +24,9 @@ from vllm.v1.worker.gpu.sample.penalties import use_penalty
 
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel
+
+SEATS = 8
+"""So many requests are seated together: runners look after each whether there is a step to run."""
 
 
 @dataclass(slots=True)
@@ -88,8 +91,6 @@ class Beginnings:
             return
         if not self._has_seats() or not _samples_plainly(known.request):
             return
-        # It may have been here before. The runners forget that now, and not with the next step.
-        scheduler.finished_req_ids.discard(request_id)
         known.blocks = scheduler.kv_cache_manager.get_block_ids(request_id)
         tokens = array("i", known.request.all_token_ids[known.tokens :])
         known.tokens += len(tokens)
@@ -106,13 +107,16 @@ class Beginnings:
         return bool(self._seated + gone < scheduler.max_num_running_reqs)
 
     def send_seats(self) -> None:
-        """Tell runners of the requests that were seated since the last time, once they may know.
+        """Tell runners of the requests that were seated since the last time.
 
         What has lost its blocks meanwhile is left out: they may back nothing, or another request.
         """
         seats, self._seats = [rest for rest in self._seats if self._holds(rest)], []
         if seats:
-            self._channel.send(instructions.Seat(seats))
+            # They may have been here before. The runners forget that now, not with the next step.
+            self._scheduler.finished_req_ids.difference_update(rest.request_id for rest in seats)
+        for begin in range(0, len(seats), SEATS):
+            self._channel.send(instructions.Seat(seats[begin : begin + SEATS]))
 
     def _holds(self, rest: instructions.Rest) -> bool:
         """Return whether a request has the blocks with which it is to be seated."""

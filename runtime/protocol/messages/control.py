@@ -9,6 +9,8 @@ from shoal.policies.values.layouts import Unit
 from shoal.runtime.protocol.messages.metrics import EngineGauges, Family
 from shoal.runtime.protocol.messages.values import DeathCause, Message, Outcome, Treatment
 from shoal.runtime.protocol.messages.views import (
+    CandidateView,
+    CorrectionView,
     EngineView,
     MemoryView,
     ShiftView,
@@ -212,6 +214,10 @@ class LayoutView(Message, frozen=True):
     costs: str = ""
     """Where the cost model's corrections come from at first: ``fitted`` at this start, ``cached``
     from an earlier one, or ``assumed``: from nowhere. Empty without a cost model."""
+    corrections: dict[str, CorrectionView] = msgspec.field(default_factory=dict)
+    """What measured steps correct, by the names of ``step_errors``."""
+    candidates: list[CandidateView] = msgspec.field(default_factory=list)
+    """What the policy thinks of other layouts; empty if it does not say."""
     shift: ShiftView = ShiftView()
     unavailable: list[UnavailableView] = msgspec.field(default_factory=list)
     """Groups that cannot be formed now."""

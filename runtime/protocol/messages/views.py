@@ -146,6 +146,27 @@ class SwitchView(msgspec.Struct, frozen=True):
         return units_text(self.after, self.after_layouts)
 
 
+class CorrectionView(msgspec.Struct, frozen=True):
+    """How measured steps correct the cost model's (``cost.correction``)."""
+
+    factor: float
+    added_seconds: float
+    measured: int
+    """How many steps, or reports of steps, it has seen."""
+
+
+class CandidateView(msgspec.Struct, frozen=True):
+    """Why the node does not have another layout (``Plan.verdicts``). Seconds are of requests."""
+
+    units: list[str]
+    """The layouts of its units."""
+    saved_seconds: float
+    price_seconds: float
+    fine_seconds: float
+    foreseen_seconds: float | None
+    has_room: bool
+
+
 class MemoryView(msgspec.Struct, frozen=True):
     """One past change of memory between weights and KV (``memory_messages``)."""
 

@@ -225,6 +225,25 @@ def test_steps_of_one_length_are_taken_to_miss_a_constant() -> None:
     assert model.step_seconds(Layout(tp=1), batch(40_000)) == pytest.approx(truth)
 
 
+@given(st.floats(0.5, 2.0), st.floats(0.5, 2.0))
+def test_what_long_steps_miss_says_little_of_short_ones_that_were_measured(
+    short: float, long: float
+) -> None:
+    """A node may have a layout only under load, and ask for its short steps much later."""
+    few, many = Batch(decodes=1), Batch(decodes=64, context_tokens=2_000_000)
+    model = MODEL.fit(
+        DP, Mode.TP, StepKind.DECODE, [(few, short * MODEL.roofline_seconds(DP, few))]
+    )
+    for _ in range(500):
+        model = model.observe(DP, many, long * MODEL.roofline_seconds(DP, many))
+    assert model.step_seconds(DP, many) == pytest.approx(
+        long * MODEL.roofline_seconds(DP, many), rel=0.02
+    )
+    assert model.step_seconds(DP, few) == pytest.approx(
+        short * MODEL.roofline_seconds(DP, few), rel=0.02
+    )
+
+
 def test_more_work_takes_no_less_time_whatever_was_measured() -> None:
     model = MODEL
     for tokens, seconds in [(4000, 0.05), (8000, 0.005)] * 10:

@@ -65,7 +65,7 @@ def test_sp_is_compared_with_the_rest(tmp_path: Path) -> None:
 def test_steps_take_the_times_that_a_fit_has_found(tmp_path: Path) -> None:
     """The fit says that all steps with prompts take 40 ms longer than the roofline says."""
     fit, figures = tmp_path / "fit.json", tmp_path / "figures.json"
-    slow = Correction(Layout(), StepKind.PREFILL, samples=20, roofline=0.03, missed=0.04)
+    slow = Correction(Layout(), StepKind.PREFILL).fit([(0.03, 0.07)])
     write_fit(fit, {"gpu": "mine"}, (slow,))
     workload = ("--trace", "poisson", "--rate", "0.5", "--requests", "20", "--output-tokens", "20")
     common = (*workload, "--engines", "1", "--model-shape", "llama-3-8b-bf16")

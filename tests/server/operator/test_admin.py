@@ -12,6 +12,8 @@ from shoal.policies.shift import ShiftRule, ShiftThreshold
 from shoal.runtime.protocol.controller_client import CallError
 from shoal.runtime.protocol.messages import POLICY_DECIDES, LayoutView, Treatment
 from shoal.runtime.protocol.messages.views import (
+    CandidateView,
+    CorrectionView,
     EngineView,
     MemoryView,
     ShiftView,
@@ -94,6 +96,8 @@ NODE = LayoutView(
     moves_total=9,
     step_errors={"dp decode": 0.5},
     costs="cached",
+    corrections={"dp decode": CorrectionView(1.25, 0.001, 30)},
+    candidates=[CandidateView(["tp2"], 1.5, 2.0, 0.25, None, has_room=True)],
     shift=ShiftView(ShiftRule.AUTO, 2, {"tp2": 512}),
     unavailable=[UnavailableView((2, 3), "engine 2 died", "tp2")],
     share_weights=2,
@@ -508,6 +512,17 @@ async def test_the_policy_is_told_with_all_there_are(admin: httpx.AsyncClient) -
         "moved": 9,
         "step_errors": {"dp decode": 0.5},
         "costs": "cached",
+        "corrections": {"dp decode": {"factor": 1.25, "added_seconds": 0.001, "measured": 30}},
+        "candidates": [
+            {
+                "units": ["tp2"],
+                "saved_seconds": 1.5,
+                "price_seconds": 2.0,
+                "fine_seconds": 0.25,
+                "foreseen_seconds": None,
+                "has_room": True,
+            }
+        ],
     }
 
 

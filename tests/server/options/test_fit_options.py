@@ -24,7 +24,7 @@ from shoal.server.options.fit_options import (
 )
 from tests.policies.snapshots import MODEL
 
-CORRECTIONS = (Correction(DP, StepKind.DECODE, samples=20, roofline=0.01, missed=0.002),)
+CORRECTIONS = (Correction(DP, StepKind.DECODE).fit([(0.01, 0.012)]),)
 
 
 def arguments(directory: Path, **fields: Any) -> Namespace:

@@ -1,0 +1,106 @@
+"""What a layout must save before ``adaptive`` changes to it, where hindsight decides.
+
+Everything is in seconds of requests. The price keeps the node from following noise. The fine is for
+layouts that would have been worse than another one so far. Both come from the past: from a burst of
+minutes ago, and from what the cost model believed then. So they are bounded by what is at hand. A
+layout that saves a tenth of the present requests' time has paid any price and fine within seconds,
+however dear the past was.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shoal.policies.values.partition import Partition
+from shoal.policies.values.plan import Verdict
+
+LEAST_SAVED = 0.5
+"""A candidate must have saved so many seconds of requests in any case."""
+SURE_SECONDS = 0.2
+"""A candidate must have saved so many seconds of each of the usual requests, if they are few. The
+noise of many grows as the root of their number: it is a second times that at most."""
+NOISE_SECONDS = 0.5
+"""The noise is at most so many seconds of each of the requests that are there."""
+FINE_SECONDS = 1.0
+"""The fine is at most so many seconds of each of the requests that are there."""
+MOST_AHEAD = 0.75
+"""Share of the price that may be paid by what is foreseen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What one candidate has saved, and must save."""
+
+    saved: float
+    price: float
+    fine: float
+    has_room: bool
+    """Whether the requests that a switch moves can take their KV along."""
+
+    @property
+    def lead(self) -> float:
+        """What it has saved beyond the fine."""
+        return self.saved - self.fine
+
+    @property
+    def is_near(self) -> bool:
+        """Whether what is foreseen may pay the rest."""
+        return self.has_room and self.lead >= max(LEAST_SAVED, (1 - MOST_AHEAD) * self.price)
+
+    @property
+    def unpaid(self) -> float:
+        """What it has still to save."""
+        return max(0.0, self.price - self.lead)
+
+
+def price_of(noise: float, loss: float) -> float:
+    """Return what a candidate must save.
+
+    Args:
+        noise: see ``noise_of``.
+        loss: what the switch costs.
+    """
+    return max(LEAST_SAVED, noise + loss)
+
+
+def noise_of(usual: float, here: float) -> float:
+    """Return the seconds of requests that say nothing.
+
+    Args:
+        usual: as many requests as one usually finds on the node, in bursts rather than between.
+        here: as many as were there lately.
+    """
+    return min(SURE_SECONDS * usual, math.sqrt(usual), NOISE_SECONDS * here)
+
+
+def fine_of(regrets: Mapping[Partition, float], candidate: Partition, here: float) -> float:
+    """Return what a candidate must save beyond its price.
+
+    It is its distance to the partition that the node would best have had all the time, or nothing
+    if the node was faster than that. If the node was slower than each partition would have been,
+    its switches have cost that much, and the next one must bring it in.
+
+    Args:
+        regrets: by how much the node was slower than each partition would have been.
+        candidate: one of them.
+        here: as many requests as were there lately.
+    """
+    lost = max(0.0, min(regrets.values()))
+    fine = lost + max(0.0, max(regrets.values()) - max(0.0, regrets[candidate]))
+    return min(fine, FINE_SECONDS * here)
+
+
+def verdicts_of(
+    accounts: Mapping[Partition, Account], foreseen: Iterable[tuple[Partition, float]]
+) -> tuple[Verdict, ...]:
+    """Return the accounts for people.
+
+    Args:
+        accounts: of each candidate.
+        foreseen: what the latest look ahead said of some.
+    """
+    looks = dict(foreseen)
+    return tuple(
+        Verdict(candidate, one.saved, one.price, one.fine, looks.get(candidate), one.has_room)
+        for candidate, one in accounts.items()
+    )
