@@ -9,6 +9,7 @@ Importing this module imports Triton, which only CUDA (or Triton's interpreter) 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 _TILE = 2048
 """Elements that a program writes."""
@@ -23,8 +24,13 @@ def _silu_and_mul(  # type: ignore[no-untyped-def]
     size: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
+    on_gpu: tl.constexpr,
 ):
-    """Compute ``size`` features of one group for some rows; ``grouped`` has gate and up of each."""
+    """Compute ``size`` features of one group for some rows; ``grouped`` has gate and up of each.
+
+    Every result has the bits of vLLM's kernel (``silu_kernel`` in ``activation_kernels.cu``): it
+    takes CUDA's own ``expf`` and division, and rounds the gate before it is multiplied.
+    """
     row = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)[:, None]
     group = tl.program_id(1)
     for begin in range(0, size, tile_columns):
@@ -34,8 +40,9 @@ def _silu_and_mul(  # type: ignore[no-untyped-def]
         gate = tl.load(gates, mask=mask, other=0.0)
         up = tl.load(gates + size, mask=mask, other=0.0)
         wide = gate.to(tl.float32)
-        # As vLLM's kernel does, the gate is rounded before it is multiplied.
-        silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+        # Triton's interpreter does not know CUDA's library.
+        power = libdevice.exp(-wide) if on_gpu else tl.exp(-wide)
+        silu = tl.div_rn(wide, 1.0 + power).to(gate.dtype).to(tl.float32)
         written = output + row * (groups * size) + group * size + column
         tl.store(written, (silu * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
@@ -55,5 +62,5 @@ def silu_and_mul(output: torch.Tensor, grouped: torch.Tensor, groups: int) -> No
     tile_columns = min(triton.next_power_of_2(size), _TILE)
     tile_rows = max(1, _TILE // tile_columns)
     _silu_and_mul[(triton.cdiv(rows, tile_rows), groups)](
-        output, grouped, rows, groups, size, tile_rows, tile_columns
+        output, grouped, rows, groups, size, tile_rows, tile_columns, output.is_cuda
     )

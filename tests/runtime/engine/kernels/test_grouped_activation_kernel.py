@@ -65,7 +65,7 @@ def test_another_number_of_groups_gives_another_result() -> None:
 @pytest.mark.parametrize("size", [96, 384])
 def test_it_compiles_for_a_gpu_and_reads_sixteen_bytes_at_once(size: int) -> None:
     """Whatever the number of rows is: this is no part of what the kernel is compiled for."""
-    constants = {"groups": 2, "size": size, "tile_rows": 8, "tile_columns": 128}
+    constants = {"groups": 2, "size": size, "tile_rows": 8, "tile_columns": 128, "on_gpu": True}
     names = KERNEL.arg_names
     signature = dict.fromkeys(names, "constexpr") | {
         "output": "*bf16",
@@ -81,3 +81,4 @@ def test_it_compiles_for_a_gpu_and_reads_sixteen_bytes_at_once(size: int) -> Non
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
     assert compiled.asm["cubin"]
     assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    assert "div.rn.f32" in compiled.asm["ptx"], "as in vLLM's kernel, and no faster division"
