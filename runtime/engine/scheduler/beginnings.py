@@ -55,7 +55,7 @@ class Beginnings:
         self._seats: list[instructions.Rest] = []
         """Those that are to be seated."""
         self._former: set[str] = set()
-        """Those of them that have been here before, and that runners may still know."""
+        """Those of them that were here before, which runners still know until they are seated."""
         self._seated = 0
         """How many have been seated since the last step with tokens."""
         self._forgotten: list[str] = []
@@ -79,6 +79,9 @@ class Beginnings:
         for request_id in request_ids:
             if self._introduced.pop(request_id, None) is not None:
                 self._forgotten.append(request_id)
+            if request_id in self._former:
+                self._former.remove(request_id)
+                self._scheduler.finished_req_ids.add(request_id)
 
     # --- seats ---
 
@@ -94,7 +97,7 @@ class Beginnings:
         if not self._has_seats() or not _samples_plainly(known.request):
             return
         if request_id in scheduler.finished_req_ids:
-            # Runners forget that it was here with its seat, and not with the next step.
+            # Runners forget that it was here when it is seated or begins, not with the next step.
             scheduler.finished_req_ids.remove(request_id)
             self._former.add(request_id)
         known.blocks = scheduler.kv_cache_manager.get_block_ids(request_id)
@@ -118,10 +121,7 @@ class Beginnings:
         What has lost its blocks meanwhile is left out: they may back nothing, or another request.
         """
         seats, self._seats = [rest for rest in self._seats if self._holds(rest)], []
-        if self._former:
-            lost = self._former.difference(rest.request_id for rest in seats)
-            self._scheduler.finished_req_ids.update(lost)
-            self._former.clear()
+        self._former.difference_update(rest.request_id for rest in seats)
         for begin in range(0, len(seats), SEATS):
             self._channel.send(instructions.Seat(seats[begin : begin + SEATS]))
 
@@ -162,6 +162,7 @@ class Beginnings:
         new, cached = list[NewRequestData](), replace(scheduled.scheduled_cached_reqs)
         for request in scheduled.scheduled_new_reqs:
             known = self._introduced.pop(request.req_id, None)
+            self._former.discard(request.req_id)
             if known is None:
                 new.append(_packed(request))
             elif (more := _more(known, request)) is not None:

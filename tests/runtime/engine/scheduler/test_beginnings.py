@@ -221,10 +221,11 @@ def test_requests_that_were_foretold_have_seats(make: Make) -> None:
     assert kept(engines) == (0, 0)
 
 
-def test_runners_forget_a_request_that_was_to_be_seated_and_has_lost_its_blocks(
-    make: Make,
+@pytest.mark.parametrize("comes", [False, True])
+def test_runners_forget_a_request_that_loses_its_seat_unless_it_comes(
+    make: Make, comes: bool
 ) -> None:
-    """It was there before, and its seat is not sent. So the next step says that it has ended."""
+    """It was there before, and its seat is not sent. A later step must not end it once it runs."""
     engines, (name,) = foretold(make, requests=1)
     group = engines.group
     group._scheduler.finished_req_ids.add(name)
@@ -234,6 +235,15 @@ def test_runners_forget_a_request_that_was_to_be_seated_and_has_lost_its_blocks(
     group._carried.blocks.forget(group._carried.expected(name))
     group.tell_allotted()
     assert seats(engines) == 0
+    v2 = engines.runners[group.unit].v2
+    assert (name in group._scheduler.finished_req_ids) is not v2
+    if comes:
+        (exported,) = engines.own[0].export([name])
+        assert group.adopt(engines.own[0].unit, exported.whole({name: announced}), with_kv=True)
+        group.copy()
+        engines.step(group, 3)
+        assert name in group._scheduler.requests
+    group.abort([name])
     assert name in group._scheduler.finished_req_ids
 
 
