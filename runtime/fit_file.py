@@ -50,6 +50,9 @@ def read_fit(path: Path, key: Mapping[str, str] | None = None) -> tuple[Correcti
         raise FitFileError(f"{path}: {error}") from error
     if key is not None and found.key != key:
         raise FitFileError(f"{path}: it was made for something else")
+    if not all(correction.alike for correction in found.corrections):
+        # Such files decode, because fields that are unknown by now are left out.
+        raise FitFileError(f"{path}: an earlier build made it, which did not keep the lengths")
     return found.corrections
 
 

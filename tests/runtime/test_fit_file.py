@@ -43,3 +43,12 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FitFileError, match="made for something else"):
         read_fit(path, KEY)
     assert read_fit(path) == CORRECTIONS
+
+
+def test_a_file_without_the_lengths_of_steps_is_refused(tmp_path: Path) -> None:
+    """An earlier build wrote such files, with other fields instead."""
+    path = tmp_path / "fit.json"
+    old = b'{"layout": [1, 1, 1], "kind": "decode", "samples": 20, "missed": 0.002, "variance": 0}'
+    path.write_bytes(b'{"key": {"gpu": "one", "engines": "2"}, "corrections": [%s]}' % old)
+    with pytest.raises(FitFileError, match="an earlier build"):
+        read_fit(path, KEY)
