@@ -123,7 +123,7 @@ def in_the_midst(
         look(next(counts))
         return claim(filling)
 
-    monkeypatch.setattr(module, "_ROUND", 1)
+    monkeypatch.setattr(module, "_FETCHED", 1)
     monkeypatch.setattr(Filling, "_claim", claimed)
     return engines[0].fill({place: engine.kept for place, engine in enumerate(engines)})
 
