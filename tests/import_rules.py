@@ -136,6 +136,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.weights.sharing.device_pages",
         "shoal.runtime.engine.weights.sharing.device_shards",
         "shoal.runtime.engine.weights.sharing.devices",
+        "shoal.runtime.engine.weights.sharing.filling",
         "shoal.runtime.engine.weights.sharing.pages",
         "shoal.runtime.engine.weights.sharing.shard_memory",
         "shoal.runtime.engine.weights.sharing.shared_mlps",

@@ -20,6 +20,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import Empty
 from types import SimpleNamespace
@@ -82,6 +83,7 @@ class Mover:
         self._member, self._device = member, member.device
         pages = pages_on(member.device)
         self.whole = WholeWeights(pages)
+        self.whole.patience = 0.0  # no step streams here
         self._weights = {f"{weight.kind} {weight.layer}": weight for weight in member.weights}
         for name, weight in self._weights.items():
             self.whole.add(name, weight)
@@ -157,8 +159,9 @@ class Mover:
         for layer, blocks in enumerate(self._stays):
             blocks.fill_(_value(place, layer, number))
         stale = self._right_sums()
-        copy = whole.fill(self._member.kept, self.lent)
-        fill = self._timed(copy, wait, clock)
+        filling = whole.fill(self._member.kept, self.lent)
+        assert filling is not None, "the former change has not been undone"
+        fill = self._timed(partial(filling.finish, self._member.slots.copier), wait, clock)
         use = self._timed(whole.use_copies, wait, clock)
         wrong = self._wrong_weights() + len(self._weights) - self._right_sums()
         wrong += self._wrong_kv(self._whole_kv(), place, number)

@@ -35,7 +35,13 @@ from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
 from shoal.runtime.engine.weights.sharing.devices import memory_and_copier
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard, sources
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
-from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, Degree, SharedWeight
+from shoal.runtime.engine.weights.sharing.shared_weight import (
+    ALIGNMENT,
+    DOWN,
+    GATE_UP,
+    Degree,
+    SharedWeight,
+)
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, WeightSlots
 from shoal.runtime.engine.weights.sharing.split_linear import INPUTS, OUTPUTS, split_linear
 
@@ -87,7 +93,7 @@ class Part(NamedTuple):
         degree = Degree(self.share, self.share)
         for layer, (kind, shape) in itertools.product(range(self.layers), shapes.items()):
             made.append(SharedWeight(layer, kind, shape, self.dtype, degree, own, begin))
-            begin += made[-1].part_bytes
+            begin += -(-made[-1].kept_bytes // ALIGNMENT) * ALIGNMENT
         return made
 
 
@@ -115,7 +121,7 @@ class Member:
         self.place, self.part, self.device = place, part, device
         self._memory, self.descriptors = memory, Descriptors(directory, place)
         self.weights = part.weights(place)
-        self.size = self.weights[-1].begin + self.weights[-1].part_bytes
+        self.size = self.weights[-1].begin + self.weights[-1].kept_bytes
         self.slots = WeightSlots(copier)
         self.buffers = {
             (weight.kind, weight.layer): torch.zeros(
@@ -131,6 +137,7 @@ class Member:
         file, self.kept[self.place] = self._memory.create(self.size)
         for number, weight in enumerate(self.weights):
             weight.part_in(self.kept[self.place]).copy_(self._written(number, self.place))
+            weight.keep_checksum(self.kept[self.place])
         self._memory.seal(file)
         self.descriptors.hold(self.place, file)
 

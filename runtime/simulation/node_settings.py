@@ -105,8 +105,8 @@ class Node:
             fake=FakeSettings(
                 num_blocks=self.hardware.num_blocks(self.shape, self.share_weights),
                 whole_blocks=self._whole_blocks,
-                # The copies are read once more, and compared with what the peers keep.
-                fill_seconds=2 * model.fetch_seconds(DP),
+                # As long as a step streams them, or as they are fetched if none does.
+                fill_seconds=model.fetch_seconds(DP),
                 use_seconds=USE_SECONDS,
                 block_tokens=BLOCK_TOKENS,
                 max_num_seqs=self.max_num_seqs,

@@ -175,6 +175,8 @@ SEAMS = (
     Seam("vllm.config.vllm", "_current_prefix", "interludes"),
     Seam("vllm.compilation.decorators", "_try_load_aot_compiled_fn", "interludes"),
     Seam("vllm.v1.worker.gpu_worker", "kernel_warmup", "interludes"),
+    Seam("vllm.v1.worker.gpu_worker", "freeze_gc_heap", "interludes"),
+    Seam("vllm.compilation.compiler_interface", "trigger_inductor_lazy_init", "interludes"),
     Seam("vllm.forward_context", "ForwardContext.cudagraph_runtime_mode", "ulysses"),
     Seam("vllm.forward_context", "ForwardContext.batch_descriptor", "ulysses"),
     Seam("vllm.forward_context", "ForwardContext.is_padding", "ulysses"),

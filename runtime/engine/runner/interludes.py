@@ -40,6 +40,8 @@ LOGGED_SECONDS = 0.5
 CUTS = (
     ("vllm.compilation.decorators", "_try_load_aot_compiled_fn", "loading of compiled code"),
     ("vllm.v1.worker.gpu_worker", "kernel_warmup", "warming up of kernels"),
+    ("vllm.compilation.compiler_interface", "trigger_inductor_lazy_init", "last captures"),
+    ("vllm.v1.worker.gpu_worker", "freeze_gc_heap", "second collection of garbage"),
 )
 """Functions of vLLM, in the midst of a pass or between two, after which a portion ends."""
 

@@ -65,7 +65,8 @@ def test_what_a_member_finds_is_summed_up(tmp_path: Path) -> None:
     found = dict(timings(one, [5], lambda: waits.append(None)))
     assert list(found) == ["from the others", "weights", "5 tokens"]
     assert len(waits) == 3, "all members begin each action at once"
-    assert found["from the others"]["bytes"] == one.size, "as much as it keeps itself"
+    kept = sum(weight.part_bytes for weight in one.weights)
+    assert found["from the others"]["bytes"] == kept, "as much as it keeps itself"
     assert summary("weights", [found["weights"]]) == {"case": "weights", "wrong": 0}
 
 

@@ -21,9 +21,10 @@ from shoal.runtime.engine.weights.sharing.slots import Copier, Copy
 PATIENCE_SECONDS = 0.25
 """How long after the last layer that a step has streamed the next one may come. Steps that decode
 come sooner. One that takes longer gets longer by what is copied beside it."""
-_ROUND = 8
-"""Layers that are copied or compared before the host waits for them. While steps stream, a wait may
-take as long as a step, because a GPU takes up copies in the order in which they were begun."""
+_FETCHED, _COMPARED = 8, 32
+"""Layers that are fetched or compared before the host waits for them. While steps stream, a wait
+may take as long as a step, because a GPU takes up work in the order in which it was begun. And what
+is begun at once makes a step so much longer; comparing takes a tenth of the time of fetching."""
 
 
 class Part(NamedTuple):
@@ -154,7 +155,7 @@ class Filling:
     def _claim(self) -> list[Sequence[Part]]:
         with self._changed:
             self._check()
-            return [self._left.pop(layer) for layer in list(islice(self._left, _ROUND))]
+            return [self._left.pop(layer) for layer in list(islice(self._left, _FETCHED))]
 
     def _check(self) -> None:
         if self._is_given_up:
@@ -162,7 +163,7 @@ class Filling:
 
     def _compare(self) -> None:
         layers = iter(self._layers.values())
-        while batch := list(islice(layers, _ROUND)):
+        while batch := list(islice(layers, _COMPARED)):
             self._check()
             parts = [part for layer in batch for part in layer]
             differ = torch.stack([self._differs(part) for part in parts]).tolist()

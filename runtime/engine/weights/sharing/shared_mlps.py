@@ -32,18 +32,16 @@ from shoal.runtime.engine.weights.sharing.nested_order import nested_shard, sour
 from shoal.runtime.engine.weights.sharing.pages import Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
 from shoal.runtime.engine.weights.sharing.shared_weight import (
+    ALIGNMENT,
     DOWN,
     GATE_UP,
     Degree,
     SharedWeight,
-    checksum,
 )
 from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots, stream_by, use_weights
 from shoal.runtime.engine.weights.sharing.split_linear import INPUTS, OUTPUTS, split_linear
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
-_ALIGNMENT = 256
-"""Each weight begins at a multiple of so many bytes, as kernels like it."""
 PEER_SECONDS = 1800.0
 """How long engines wait for each other's part of the weights: for the slowest disk."""
 POLL_SECONDS = 0.05
@@ -176,7 +174,7 @@ class SharedMlps:
         """Bytes of the memory in which this engine keeps its part of all MLPs."""
         last = next(reversed(self._weights.values()), None)
         end = 0 if last is None else last.begin + last.kept_bytes
-        return -(-end // _ALIGNMENT) * _ALIGNMENT
+        return -(-end // ALIGNMENT) * ALIGNMENT
 
     @property
     def borrowed_bytes(self) -> int:
@@ -242,17 +240,12 @@ class SharedMlps:
             layer.own_dimension = OUTPUTS if weight.kind == GATE_UP else INPUTS
             layer.own_begin = weight.own * layer.own.shape[layer.own_dimension]
         if not self._is_found:
-            self._add_checksums()
+            with torch.inference_mode():
+                for weight in self._weights.values():
+                    weight.keep_checksum(self._kept[self._place])
         self._memory.seal(self._file)
         self.descriptors.hold(self._engine, self._file)
         self._meet_peers()
-
-    def _add_checksums(self) -> None:
-        """Keep a checksum of each weight's part, by which engines that copy it compare."""
-        memory = self._kept[self._place]
-        with torch.inference_mode():
-            for weight in self._weights.values():
-                weight.checksum_in(memory).copy_(checksum(weight.bytes_in(memory)))
 
     def _check(self, model: nn.Module) -> None:
         mlps = {name: m for name, m in model.named_modules() if name in self._numbers}

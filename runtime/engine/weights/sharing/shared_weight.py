@@ -9,6 +9,8 @@ import torch
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """vLLM's names of the layers whose weights are shared."""
+ALIGNMENT = 256
+"""Each weight begins at a multiple of so many bytes, as kernels like it."""
 _WORD, _CHUNK = 8, 4096
 """Bytes of what a checksum adds up, and of what has a place in it."""
 
@@ -86,6 +88,10 @@ class SharedWeight:
         """Return the checksum of an engine's part, int64, as a view of its memory, uint8."""
         begin = self.begin + self._checksum_begin
         return memory[begin : begin + _WORD].view(torch.int64)[0]
+
+    def keep_checksum(self, memory: torch.Tensor) -> None:
+        """Write the checksum of this engine's part, which is complete, to its memory, uint8."""
+        self.checksum_in(memory).copy_(checksum(self.bytes_in(memory)))
 
     def part_in(self, memory: torch.Tensor) -> torch.Tensor:
         """Return an engine's part as it is stored, as a view of that engine's memory, uint8."""

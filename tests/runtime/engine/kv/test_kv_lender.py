@@ -17,12 +17,20 @@ from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.kv.kv_lender import KvLender, PiecesMemory
 from shoal.runtime.engine.kv.kv_memory import HostMemory, Mapped
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
-from shoal.runtime.engine.weights.sharing import whole_weights
+from shoal.runtime.engine.weights.sharing import filling as module
 from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
 from shoal.runtime.engine.weights.sharing.device_pages import DevicePages, tensor_at
+from shoal.runtime.engine.weights.sharing.filling import Filled, Filling
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
 from shoal.runtime.engine.weights.sharing.pages import HostPages
-from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, Degree, SharedWeight
+from shoal.runtime.engine.weights.sharing.shared_weight import (
+    ALIGNMENT,
+    DOWN,
+    GATE_UP,
+    Degree,
+    SharedWeight,
+)
+from shoal.runtime.engine.weights.sharing.slots import HostCopier
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 from tests.runtime.engine.kv.test_backing import LAYERS, PAGE, config_of
 from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver
@@ -41,6 +49,7 @@ class Engine:
         self.descriptors = Descriptors(directory, place)
         pages = DevicePages(HOST, self.driver)
         self.whole = WholeWeights(pages)
+        self.whole.patience = 0.0  # no step streams here
         begin = 0
         self.weights: dict[str, SharedWeight] = {}
         for layer in range(LAYERS):
@@ -49,12 +58,20 @@ class Engine:
                 weight = SharedWeight(layer, kind, shape, torch.int8, Degree(2, 2), own, begin)
                 self.weights[f"{layer}.{kind}"] = weight
                 self.whole.add(f"{layer}.{kind}", weight)
-                begin += weight.part_bytes
+                begin += -(-weight.kept_bytes // ALIGNMENT) * ALIGNMENT
         draw = torch.Generator().manual_seed(place)
         self.kept = torch.randint(0, 256, (begin,), generator=draw, dtype=torch.uint8)
+        for weight in self.weights.values():
+            weight.keep_checksum(self.kept)
         self.lender = KvLender(place, pages, self.descriptors, self.whole)
         self.memory = self.lender.memory("test", HOST, config_of(blocks=blocks))
         self.raw = self.memory.allocate(LAYERS * blocks * PAGE)
+
+    def fill(self, kept: dict[int, torch.Tensor]) -> Filled:
+        """Copy what both keep to the memory that KV lends."""
+        filling = self.whole.fill(kept, self.lender.lent(self.raw))
+        assert filling is not None
+        return filling.finish(HostCopier())
 
     def wrong(self, other: "Engine") -> list[str]:
         """Return the weights of which the other's part is not what that one keeps."""
@@ -83,7 +100,7 @@ def test_ends_of_layers_hold_weights_and_then_blocks_again(engines: list[Engine]
         blocks = engine.raw.view(LAYERS, BLOCKS, PAGE)[:, : BLOCKS - 4]
         for turn in range(1, 4):
             blocks.fill_(turn)
-            engine.whole.fill(kept, engine.lender.lent(engine.raw))()
+            engine.fill(kept)
             assert engine.wrong(other) == list(engine.weights), "slots are behind them still"
             calls = len(engine.driver.seen)
             engine.whole.use_copies()
@@ -96,23 +113,24 @@ def test_ends_of_layers_hold_weights_and_then_blocks_again(engines: list[Engine]
             assert not engine.raw.view(LAYERS, BLOCKS, PAGE)[:, BLOCKS - 4 :].any()
 
 
-def in_the_midst(engines: list[Engine], look: Callable[[int], None]) -> list[float]:
-    """Fill an engine's memory, and call ``look`` after each copy, with how many there were."""
-    engine, copies = engines[0], itertools.count(1)
+def in_the_midst(
+    engines: list[Engine], look: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> Filled:
+    """Fill an engine's memory layer by layer; ``look`` is told how many are copied, none first."""
+    counts, claim = itertools.count(), Filling._claim
 
-    def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-        look(next(copies))
+    def claimed(filling: Filling) -> Any:
+        look(next(counts))
+        return claim(filling)
 
-    engine.whole._copy = copy  # type: ignore[method-assign, assignment]
-    kept = {place: engine.kept for place, engine in enumerate(engines)}
-    return engine.whole.fill(kept, engine.lender.lent(engine.raw))()
+    monkeypatch.setattr(module, "_FETCHED", 1)
+    monkeypatch.setattr(Filling, "_claim", claimed)
+    return engines[0].fill({place: engine.kept for place, engine in enumerate(engines)})
 
 
 def test_steps_in_the_midst_of_copies_find_slots(
     engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_weights, "_AWAITED", 3)
     (engine, other), counts = engines, list[int]()
 
     def look(count: int) -> None:
@@ -120,25 +138,26 @@ def test_steps_in_the_midst_of_copies_find_slots(
         assert not engine.whole.are_whole
         assert engine.wrong(other) == list(engine.weights), "slots are behind all addresses"
 
-    rounds = in_the_midst(engines, look)
-    assert counts == list(range(1, 2 * LAYERS + 1))
-    assert len(rounds) == -(-2 * LAYERS // 3)
+    assert in_the_midst(engines, look, monkeypatch)[:2] == (0, LAYERS)
+    assert counts == list(range(LAYERS + 1))
     engine.whole.use_copies()
     assert engine.wrong(other) == []
 
 
-def test_copies_that_are_used_in_the_midst_are_wrong(engines: list[Engine]) -> None:
+def test_copies_that_are_used_in_the_midst_are_wrong(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The negative control: so much is wrong if weights are used before all are copied."""
     engine, other = engines
     wrong = list[int]()
 
     def look(count: int) -> None:
-        if count == LAYERS:
+        if count == 1:
             engine.whole.use_copies()
             wrong.append(len(engine.wrong(other)))
 
-    in_the_midst(engines, look)
-    assert wrong == [LAYERS]
+    in_the_midst(engines, look, monkeypatch)
+    assert wrong == [2 * (LAYERS - 1)]
     assert engine.wrong(other) == []
 
 
@@ -146,7 +165,7 @@ def test_nothing_is_made_or_given_back_by_a_change(engines: list[Engine]) -> Non
     engine = engines[0]
     engine.driver.seen.clear()
     kept = {place: engine.kept for place, engine in enumerate(engines)}
-    engine.whole.fill(kept, engine.lender.lent(engine.raw))()
+    engine.fill(kept)
     engine.whole.use_copies()
     engine.whole.use_slots()
     assert {what[0] for what in engine.driver.seen} == {"settle", "unmap", "map", "allow"}
@@ -166,7 +185,7 @@ def test_others_see_all_of_the_buffer_at_one_address(engines: list[Engine], open
     seen = tensor_at(opened.address, engine.raw.numel(), HOST).view(torch.int8)
     assert torch.equal(seen, engine.raw)
     kept = {place: of.kept for place, of in enumerate(engines)}
-    engine.whole.fill(kept, engine.lender.lent(engine.raw))()
+    engine.fill(kept)
     engine.whole.use_copies()
     assert torch.equal(seen, engine.raw), "also while weights have some of it"
 

@@ -1,5 +1,6 @@
 """A runner does steps of its own between the portions of a group's forming, and members agree."""
 
+import importlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ import pytest
 import torch
 import vllm.config.vllm as vllm_config
 from torch import nn
-from vllm.compilation import decorators
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.forward_context import (
     get_forward_context,
@@ -19,6 +19,7 @@ from vllm.forward_context import (
 
 from shoal.runtime.engine.runner import interludes as interludes_module
 from shoal.runtime.engine.runner.interludes import (
+    CUTS,
     IDLE_SECONDS,
     LOGGED_SECONDS,
     SHARE_SECONDS,
@@ -274,11 +275,14 @@ def test_passes_are_counted_in_each_part(
     ]
 
 
-def test_a_portion_ends_when_compiled_code_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, loaded = list[str](), object()
-    monkeypatch.setattr(decorators, "_try_load_aot_compiled_fn", lambda *_: loaded)
+@pytest.mark.parametrize(("module", "function", "name"), CUTS)
+def test_a_portion_ends_after_each_cut(
+    monkeypatch: pytest.MonkeyPatch, module: str, function: str, name: str
+) -> None:
+    held, result, place = list[str](), object(), importlib.import_module(module)
+    monkeypatch.setattr(place, function, lambda *_: result)
     with after_cuts(held.append):
-        assert decorators._try_load_aot_compiled_fn(None, "path") is loaded
-        assert held == ["loading of compiled code"]
-    decorators._try_load_aot_compiled_fn(None, "path")
+        assert getattr(place, function)(None, "path") is result
+        assert held == [name]
+    getattr(place, function)(None, "path")
     assert len(held) == 1, "the group is formed"
