@@ -19,7 +19,7 @@ def add_tier_option(group: _ActionsContainer) -> None:
         type=int,
         metavar="GIB",
         default=0,
-        help="pinned memory of the host, for each engine, in which a policy may let computed "
+        help="pinned memory of the host, for each engine, in which the policy batch lets computed "
         "prompts wait until there is room to decode them; 0: none (default: %(default)s)",
     )
 
