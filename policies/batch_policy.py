@@ -24,6 +24,7 @@ from shoal.policies.cycle import (
     least_urgent,
     only_others,
     parking,
+    prompts_wait,
     reading,
     spared,
 )
@@ -88,6 +89,8 @@ class Memory:
     """The partition in which a cycle decodes; None: there is no cycle."""
     least: float = math.inf
     """The priority of the requests that take part in the cycle, and of less urgent ones."""
+    waited: float = 0.0
+    """When such a request was last seen to wait."""
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -99,7 +102,8 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     if memory.decode is not None:
         memory = replace(memory, at=-math.inf, decode=None)
     if model is not None and snapshot.now - memory.at >= REVIEW_SECONDS:
-        if decode := None if stuck else _cycle(snapshot, model):
+        many = snapshot.waiting >= snapshot.engines and not stuck
+        if decode := _cycle(snapshot, model) if many else None:
             least = least_urgent(snapshot)
             memory = replace(memory, target=None, filling=True, decode=decode, least=least)
             return _go_on(snapshot, memory, stuck=stuck)
@@ -139,7 +143,10 @@ def _go_on(snapshot: Snapshot, memory: Memory, *, stuck: bool) -> Plan:
     work = usual_work(snapshot)
     room = spared(snapshot, work) if memory.filling else snapshot
     dispatches = dispatch_least_loaded(room, prefer=_narrowest)
-    if stuck or is_full(snapshot, work, memory.least, starts=bool(dispatches)):
+    if prompts_wait(snapshot, memory.least):
+        memory = replace(memory, waited=snapshot.now)
+    since, starts = snapshot.now - memory.waited, bool(dispatches)
+    if stuck or is_full(snapshot, work, memory.least, starts=starts, since=since):
         memory = replace(memory, filling=False)
     filling = memory.filling
     target = singles(snapshot.engines) if filling else memory.decode

@@ -24,6 +24,11 @@ from shoal.policies.values.snapshot import (
     UnitState,
 )
 
+BACKGROUND = 100
+"""Priority of the lines of batches (``runtime.config``)."""
+LINES_SECONDS = 1.5
+"""After so long without lines there are none: the batch worker looks every second how many to send
+(``server.batch.sending_window``)."""
 SPARE_SHARE = 0.03
 """Share of a unit's blocks that requests from tiers are to leave free when they end."""
 
@@ -31,9 +36,14 @@ SPARE_SHARE = 0.03
 def best_cycle(
     snapshot: Snapshot, model: StepPredictor, work: Work
 ) -> tuple[float, Partition | None]:
-    """Return the requests per second of the best cycle, and the partition in which it decodes."""
+    """Return the requests per second of the best cycle, and the partition in which it decodes.
+
+    Behind lines of batches that wait there are others, of which no more come than the node runs.
+    """
+    endless = any(request.priority >= BACKGROUND for request in snapshot.pool)
+    waiting = math.inf if endless else snapshot.waiting
     rates = {
-        units: cycle_rate(snapshot, model, units[0].layout, work)
+        units: cycle_rate(snapshot, model, units[0].layout, work, waiting)
         for units in uniform(snapshot)
         if units[0].is_group and snapshot.tiers
     }
@@ -41,7 +51,13 @@ def best_cycle(
     return (0.0, None) if best is None else (rates[best], best)
 
 
-def is_full(snapshot: Snapshot, work: Work, least: float, *, starts: bool) -> bool:
+def prompts_wait(snapshot: Snapshot, least: float) -> bool:
+    """Return whether requests wait that take part in a cycle, or may do."""
+    are_seen = snapshot.waiting <= len(snapshot.pool)
+    return not are_seen or any(request.priority >= least for request in snapshot.pool)
+
+
+def is_full(snapshot: Snapshot, work: Work, least: float, *, starts: bool, since: float) -> bool:
     """Return whether a cycle has filled: no prompt is left, or there is no room for another one.
 
     Args:
@@ -49,12 +65,14 @@ def is_full(snapshot: Snapshot, work: Work, least: float, *, starts: bool) -> bo
         work: the mean request.
         least: the priority of those that take part; more urgent ones do not.
         starts: whether a request can start now.
+        since: for how many seconds none of them has waited.
     """
     if any(unit.waiting for unit in snapshot.units):
         return False
-    all_are_seen = snapshot.waiting <= len(snapshot.pool)
-    if not (all_are_seen and all(request.priority < least for request in snapshot.pool)):
+    if prompts_wait(snapshot, least):
         return not starts and len(full_tiers(snapshot, work)) == len(snapshot.tiers)
+    if least >= BACKGROUND and since < LINES_SECONDS:
+        return False
     room = {alone(tier.unit.leader) for tier in snapshot.tiers} - full_tiers(snapshot, work)
     parts = (unit for unit in snapshot.units if any(of >= least for of, _ in unit.by_priority))
     return not any(unit.unit in room for unit in parts)

@@ -170,17 +170,26 @@ def partitions(
                 yield target, split_rate(snapshot, model, layout, groups, work)
 
 
-def cycle_rate(snapshot: Snapshot, model: StepPredictor, layout: Layout, work: Work) -> float:
+def cycle_rate(
+    snapshot: Snapshot, model: StepPredictor, layout: Layout, work: Work, waiting: float
+) -> float:
     """Return the requests per second of a cycle; 0 if the host's memory is no help.
 
     All engines compute prompts alone, whose KV goes to the host's memory, until this is full or no
     prompt is left. Then all units of a layout decode, and are full until the last request has been
     read. What still runs then begins the next cycle.
+
+    Args:
+        snapshot: the node.
+        model: its steps.
+        layout: in which the cycle decodes.
+        work: the mean request.
+        waiting: the requests that wait.
     """
     engines = snapshot.engines - len(snapshot.dead)
     units, seats = engines // layout.world_size, _seats(snapshot, layout, work)
     tokens = sum(tier.total_blocks * tier.block_tokens for tier in snapshot.tiers)
-    parked = min(tokens / (work.prompt + 1), snapshot.waiting + snapshot.requests - units * seats)
+    parked = min(tokens / (work.prompt + 1), waiting + snapshot.requests - units * seats)
     if parked < units * seats or not units:
         return 0.0
     chunk = min(work.prompt, work.step_tokens)

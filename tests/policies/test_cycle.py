@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from shoal.policies.batch_policy import BATCH, REVIEW_SECONDS, Memory
-from shoal.policies.cycle import best_cycle
+from shoal.policies.cycle import BACKGROUND, best_cycle
 from shoal.policies.throughput import partitions, usual_work
 from shoal.policies.values.layouts import alone, tier_of
 from shoal.policies.values.partition import singles
 from shoal.policies.values.plan import Plan, check_plan
 from shoal.policies.values.snapshot import Move, Snapshot, TierState
+from shoal.runtime.config import BACKGROUND_PRIORITY
 from tests.policies.snapshots import request
 from tests.policies.test_batch_policy import (
     BLOCK_TOKENS,
@@ -181,3 +182,23 @@ def test_the_next_cycle_waits_for_room_to_carry_what_is_left() -> None:
     assert (made.target, made.memory.filling) == (SINGLES, True)
     ended = plan(replace(full, waiting=0, pool=()))
     assert ended.memory.decode is None
+
+
+LINES = (request("line", prompt=PROMPT, priority=BACKGROUND),)
+
+
+def test_there_are_more_lines_than_wait() -> None:
+    """The batch worker sends no more than about as many as the node runs."""
+    assert BACKGROUND == BACKGROUND_PRIORITY
+    seen = replace(node(waiting=24, tiers=tiers()), pool=LINES)
+    assert plan(seen).memory.filling
+    assert not plan(node(waiting=24, tiers=tiers())).memory.filling
+    assert not plan(replace(seen, waiting=7, waiting_tokens=7 * PROMPT)).memory.filling
+
+
+def test_a_cycle_waits_for_the_next_lines_for_a_moment() -> None:
+    seen = filling(tiers=tiers(2))
+    seen = replace(seen, waiting=0, pool=(), units=node(running=0).units)
+    for late, target in ((1.0, None), (2.0, TP8)):
+        memory = Memory(filling=True, decode=TP8, least=BACKGROUND, waited=seen.now - late)
+        assert plan(replace(seen, memory=memory)).target == target
