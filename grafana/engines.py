@@ -130,6 +130,13 @@ def memory() -> list[PanelBuilder]:
             stack=True,
         ),
         graph(
+            "KV blocks of the host's memory, by state",
+            "What `--kv-tier-gib` gives. `used` is the KV of requests whose prompts are computed, "
+            "and which wait there to be decoded.",
+            Query(total("shoal_tier_kv_blocks", by="state"), "{{state}}"),
+            stack=True,
+        ),
+        graph(
             "Weights, by engine",
             "Bytes of weights in each engine's own memory. While engines share weights "
             "(`--share-weights`), these are fewer, and the rest is KV's.",

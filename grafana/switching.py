@@ -208,6 +208,26 @@ def carries() -> list[PanelBuilder]:
             Query(f"60 * {rate('shoal_precopies_total', by='outcome')}", "{{outcome}}"),
             stack=True,
         ),
+        *_tiers(),
+    ]
+
+
+def _tiers() -> list[PanelBuilder]:
+    """Return the panels on KV in the host's memory."""
+    return [
+        graph(
+            "Requests in and out of the host's memory per minute",
+            "With `--kv-tier-gib` and the policy `batch`. `parked`: the KV went there. `hit`: the "
+            "request went on with it. `no_room` and `miss`: the KV is computed again.",
+            Query(f"60 * {rate('shoal_tier_requests_total', by='outcome')}", "{{outcome}}"),
+        ),
+        graph(
+            "KV to and from the host's memory per second",
+            "With `--kv-tier-gib`. Writing goes on beside steps; the steps of a unit wait while it "
+            "reads.",
+            Query(rate("shoal_tier_bytes_total", by="direction"), "{{direction}}"),
+            unit="binBps",
+        ),
     ]
 
 

@@ -18,10 +18,27 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shoal.policies.cycle import (
+    best_cycle,
+    is_full,
+    least_urgent,
+    only_others,
+    parking,
+    prompts_wait,
+    reading,
+    spared,
+)
 from shoal.policies.static import dispatch_least_loaded
-from shoal.policies.throughput import Work, partitions, seconds_to_end, uniform, usual_work
+from shoal.policies.throughput import (
+    SWITCH_SECONDS,
+    Work,
+    partitions,
+    seconds_to_end,
+    uniform,
+    usual_work,
+)
 from shoal.policies.values.layouts import DP
-from shoal.policies.values.partition import Partition
+from shoal.policies.values.partition import Partition, singles
 from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
 from shoal.policies.values.snapshot import (
     LayoutState,
@@ -45,13 +62,11 @@ TURN_SECONDS = 120.0
 SOONER = 1.3
 """When nothing waits, the last requests must take so many times as long in the present partition
 as in another one, its switch included."""
-SWITCH_SECONDS = 0.5
-"""How long a switch takes besides the copy of KV."""
-CARRY_ROOM = 0.3
-"""Share of each unit's blocks that must be free before the last requests are carried elsewhere."""
 FULL_SHARE = 0.02
 """Share of a group's blocks that stays free when requests are handed over, so that they can grow.
 """
+CARRY_ROOM = 0.3
+"""Share of each unit's blocks that must be free before the last requests are carried elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +83,30 @@ class Memory:
     """How often it has changed since the node was idle, without what is forgotten."""
     changed: float = 0.0
     """When the last change was noted or forgotten."""
+    filling: bool = False
+    """Whether a cycle computes prompts (``cycle.py``). It drains as long as tiers have requests."""
+    decode: Partition | None = None
+    """The partition in which a cycle decodes; None: there is no cycle."""
+    least: float = math.inf
+    """The priority of the requests that take part in the cycle, and of less urgent ones."""
+    waited: float = 0.0
+    """When such a request was last seen to wait."""
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
     model, memory = snapshot.cost_model, snapshot.memory
     memory = _noted(snapshot, memory if isinstance(memory, Memory) else Memory())
     stuck = not _holds(snapshot, snapshot.partition)
+    if memory.filling or snapshot.parked or _ends(snapshot, memory):
+        return _go_on(snapshot, memory, stuck=stuck)
+    if memory.decode is not None:
+        memory = replace(memory, at=-math.inf, decode=None)
     if model is not None and snapshot.now - memory.at >= REVIEW_SECONDS:
+        many = snapshot.waiting >= snapshot.engines and not stuck
+        if decode := _cycle(snapshot, model) if many else None:
+            least = least_urgent(snapshot)
+            memory = replace(memory, target=None, filling=True, decode=decode, least=least)
+            return _go_on(snapshot, memory, stuck=stuck)
         if stuck or snapshot.waiting >= snapshot.engines:
             gain = 0.0 if stuck else 1 + SWITCH_GAIN * 2**memory.turns
             memory = replace(memory, at=snapshot.now, target=_best(snapshot, model, gain))
@@ -87,6 +119,51 @@ def _plan(snapshot: Snapshot, /) -> Plan:
         return Plan(dispatches, memory=memory)
     reason: SwitchReason = "long" if stuck else "load" if snapshot.waiting else "quiet"
     return Plan(dispatches, target, "carry", reason, memory)
+
+
+def _cycle(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
+    """Return the partition in which a cycle decodes; None: none is clearly the best."""
+    work = usual_work(snapshot)
+    rate, decode = best_cycle(snapshot, model, work)
+    alone = singles(snapshot.engines)
+    if decode is None or not _holds(snapshot, alone) or not _can_form(snapshot, decode):
+        return None
+    others = max(other for _, other in partitions(snapshot, model, work))
+    return decode if rate > SPLIT_GAIN * others else None
+
+
+def _ends(snapshot: Snapshot, memory: Memory) -> bool:
+    """Return whether a cycle decodes until the next one has room to carry what is left."""
+    decodes = snapshot.partition == memory.decode and snapshot.waiting > 0
+    return decodes and not _has_room(snapshot)
+
+
+def _go_on(snapshot: Snapshot, memory: Memory, *, stuck: bool) -> Plan:
+    """Go on with a cycle."""
+    work = usual_work(snapshot)
+    room = spared(snapshot, work) if memory.filling else snapshot
+    dispatches = dispatch_least_loaded(room, prefer=_narrowest)
+    if prompts_wait(snapshot, memory.least):
+        memory = replace(memory, waited=snapshot.now)
+    since, starts = snapshot.now - memory.waited, bool(dispatches)
+    if stuck or is_full(snapshot, work, memory.least, starts=starts, since=since):
+        memory = replace(memory, filling=False)
+    filling = memory.filling
+    target = singles(snapshot.engines) if filling else memory.decode
+    if target is None or not _can_form(snapshot, target):
+        target = snapshot.partition
+    if not filling:
+        dispatches = only_others(snapshot, memory.least, dispatches)
+    if target == snapshot.partition:
+        moves = parking(snapshot) if filling else reading(snapshot, work)
+        return Plan(dispatches, memory=memory, moves=tuple(moves))
+    if snapshot.switching:
+        # Either moves are under way, and none begins before the switch, or there is no budget for
+        # it. Then requests go on where they can.
+        goes_on = not (filling or snapshot.moves or snapshot.pending)
+        moves = reading(snapshot, work) if goes_on else iter(())
+        return Plan(dispatches, memory=memory, moves=tuple(moves))
+    return Plan(dispatches, target, "carry", "load", memory)
 
 
 def _noted(snapshot: Snapshot, memory: Memory) -> Memory:
@@ -216,5 +293,5 @@ def _room(snapshot: Snapshot, group: UnitState, work: Work) -> int:
     return min(group.free_slots, spare // each) - coming
 
 
-BATCH = Policy("batch", _plan, decides_layout=True, serves_batches=True)
+BATCH = Policy("batch", _plan, decides_layout=True, serves_batches=True, parks=True)
 """See the module."""

@@ -18,6 +18,9 @@ from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.snapshot import USUAL_STEP_TOKENS, Snapshot, StepPredictor
 
+SWITCH_SECONDS = 0.5
+"""How long a switch takes besides the copy of KV."""
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -165,3 +168,35 @@ def partitions(
             target = with_singles(snapshot, wide[:groups])
             if not target[-1].is_group:
                 yield target, split_rate(snapshot, model, layout, groups, work)
+
+
+def cycle_rate(
+    snapshot: Snapshot, model: StepPredictor, layout: Layout, work: Work, waiting: float
+) -> float:
+    """Return the requests per second of a cycle; 0 if the host's memory is no help.
+
+    All engines compute prompts alone, whose KV goes to the host's memory, until this is full or no
+    prompt is left. Then all units of a layout decode, and are full until the last request has been
+    read. What still runs then begins the next cycle.
+
+    Args:
+        snapshot: the node.
+        model: its steps.
+        layout: in which the cycle decodes.
+        work: the mean request.
+        waiting: the requests that wait.
+    """
+    engines = snapshot.engines - len(snapshot.dead)
+    units, seats = engines // layout.world_size, _seats(snapshot, layout, work)
+    tokens = sum(tier.total_blocks * tier.block_tokens for tier in snapshot.tiers)
+    parked = min(tokens / (work.prompt + 1), waiting + snapshot.requests - units * seats)
+    if parked < units * seats or not units:
+        return 0.0
+    chunk = min(work.prompt, work.step_tokens)
+    batch = Batch(0, 0, prefill_tokens=round(chunk), prefill_context=round(work.prompt / 2))
+    prompt = work.prompt / chunk * _step(snapshot, model, DP, batch)
+    step = _step(snapshot, model, layout, _decoding(seats, work))
+    read = model.carry_seconds(work.prompt, layout.world_size)
+    carried = model.carry_seconds(units * seats * work.tokens, engines)
+    each = prompt / engines + (read + work.output / seats * step) / units
+    return parked / (parked * each + 2 * (SWITCH_SECONDS + carried))

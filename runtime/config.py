@@ -50,6 +50,8 @@ PRECOPY_TOKENS = 8192
 less takes less time than the messages that it needs."""
 PEER_BYTES_PER_SECOND = 390e9
 """Rate at which an H200 reads the memory of another one over NVLink."""
+TIER_BYTES_PER_SECOND = 24e9
+"""Rate at which a GPU reads and writes pinned memory of the host over PCIe 4 with 16 lanes."""
 QUEUED_AHEAD = 1
 """Requests that a unit gets beyond its full batch. When the whole batch ends in one step, the
 unit's next step starts at once with these, without a round trip to the controller."""
@@ -105,6 +107,10 @@ class FakeSettings(msgspec.Struct, frozen=True):
     """Time of a copy of KV, beyond that of its bytes."""
     prefix_caching: bool = True
     """Whether full blocks are kept for prompts that begin with the same tokens, as vLLM does."""
+    tier_blocks: int = 0
+    """KV blocks of each engine's tier."""
+    tier_bytes_per_second: float = TIER_BYTES_PER_SECOND
+    """Rate at which an engine reads and writes the host's memory."""
     layers: int = 8
     """A unit's stages divide them, down to one each, so that blocks hold more tokens."""
 
@@ -220,6 +226,9 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """A switch copies KV ahead if the requests that it carries have so many tokens together
     (``precopy.py``); 0, or without prefix caching: no switch does."""
     carry_path: CarryPath = CarryPath.AUTO
+    tier_bytes: int = 0
+    """Bytes of the host's memory that each engine has for KV (its *tier*, ``tier_core.py``); 0: it
+    has none."""
     rebalance: bool = True
     """Whether running requests go to units that have less to do (``balancing.py``). It takes a cost
     model."""

@@ -75,6 +75,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.kv.peer_buffers",
         "shoal.runtime.engine.kv.staged_reader",
         "shoal.runtime.engine.kv.staging_memory",
+        "shoal.runtime.engine.kv.tier_memory",
         "shoal.runtime.engine.kv.vllm_pages",
         "shoal.runtime.engine.layouts.cpu_speculation",
         "shoal.runtime.engine.layouts.introductions",

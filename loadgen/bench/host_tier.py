@@ -13,7 +13,7 @@ last prompts have been read.
 It is a bound, because reads and writes take nothing from the steps beside them, and because lengths
 are known when room is looked for. In DP no request decodes beside the prompts, as it could.
 
-Beside the bound stands what the policy ``batch`` does, without any buffer.
+Beside the bound stands what the policy ``batch`` does, without any buffer and with it.
 """
 
 import argparse
@@ -220,6 +220,13 @@ def node_of(args: argparse.Namespace) -> Node:
     return replace(node, max_num_seqs=args.max_num_seqs)
 
 
+def _policy(node: Node, asked: Sequence[Arrival]) -> str:
+    """Return what the policy ``batch`` does with these requests, in words."""
+    run = simulate(node, "batch", asked)
+    took = max(life.ended or 0.0 for life in run.lives)
+    return f"policy batch: {len(asked) / took:.2f}/s with {len(run.switches)} switches"
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print one line for each layout."""
     args = _parser().parse_args(argv)
@@ -230,10 +237,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         best = max(found, key=lambda chunk: found[chunk])
         print(f"static {layout.name}: {found[best]:.2f}/s, in chunks of {best}", flush=True)
     for chunk in args.chunks:
-        run = simulate(replace(node, max_num_batched_tokens=chunk), "batch", asked)
-        took = max(life.ended or 0.0 for life in run.lives)
-        print(f"policy batch: {len(asked) / took:.2f}/s, in chunks of {chunk}", flush=True)
+        sized = replace(node, max_num_batched_tokens=chunk)
+        print(f"{_policy(sized, asked)}, in chunks of {chunk}", flush=True)
     for gib in args.host_gib:
+        sized = replace(
+            node,
+            max_num_batched_tokens=args.chunks[0],
+            tier_gib=gib,
+            tier_bytes_per_second=args.pcie_gb * 1e9,
+        )
+        print(f"{_policy(sized, asked)}, {gib:g} GiB for each GPU", flush=True)
         tier = HostTier(args.engines * gib * 2**30, args.pcie_gb * 1e9)
         for layout in layouts(args.engines):
             if layout.pp == 1:

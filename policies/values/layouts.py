@@ -78,6 +78,9 @@ class Unit(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=
     engines: Engines
     """Their numbers, which are adjacent; a group is aligned to its size."""
     layout: Layout = DP
+    tier: bool = False
+    """Whether this is the part of the host's memory that one engine has for KV (its *tier*).
+    Requests are carried there and back as between any units, but nothing is computed there."""
 
     @property
     def leader(self) -> int:
@@ -104,6 +107,12 @@ class Unit(msgspec.Struct, frozen=True, order=True, array_like=True, cache_hash=
 def alone(engine: int) -> Unit:
     """Return the unit of one engine."""
     return Unit((engine,))
+
+
+@functools.cache
+def tier_of(engine: int) -> Unit:
+    """Return the unit that stands for an engine's part of the host's memory for KV."""
+    return Unit((engine,), tier=True)
 
 
 def tensor_parallel(engines: Iterable[int]) -> Unit:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition, PartitionError, parse_partition
 from shoal.policies.values.snapshot import Move, PoolRequest, Snapshot, UnitState
 
@@ -92,6 +92,9 @@ class Policy:
     serves_batches: bool = False
     """Whether the policy decides about background requests as about all others. Otherwise it does
     not see them, and they run where people can spare it."""
+    parks: bool = False
+    """Whether the policy decides about requests whose KV waits in the host's memory. Otherwise they
+    go on after a while in any unit that holds them."""
     interface: int | None = None
     """The ``INTERFACE_VERSION`` that it was written for; None: it does not say."""
 
@@ -184,14 +187,22 @@ def check_plan(plan: Plan, snapshot: Snapshot) -> None:
     if plan.target is not None:
         _check_target(plan.target, snapshot)
     for move in plan.moves:
-        for unit in (move.source, move.destination):
-            if unit not in rooms:
-                raise PlanError(f"{list(unit.engines)} is no unit")
+        _check_move(move, snapshot)
         if move.source == move.destination or move.requests < 1:
             raise PlanError(f"a move from unit {list(move.source.engines)} moves nothing")
     shares = {snapshot.share_weights, *(level.share for level in snapshot.share_levels)}
     if plan.share_weights is not None and plan.share_weights not in shares:
         raise PlanError(f"weights cannot be shared by {plan.share_weights} engines now")
+
+
+def _check_move(move: Move, snapshot: Snapshot) -> None:
+    units = {*snapshot.partition, *(tier.unit for tier in snapshot.tiers)}
+    for unit in (move.source, move.destination):
+        if unit not in units:
+            raise PlanError(f"{list(unit.engines)} is no unit")
+    if move.destination.tier and move.source != alone(move.destination.leader):
+        named = list(move.source.engines)
+        raise PlanError(f"only engine {move.destination.leader} parks in its tier, not {named}")
 
 
 def _check_target(target: Partition, snapshot: Snapshot) -> None:

@@ -101,6 +101,23 @@ class UnitState:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """Memory of the host in which the KV of requests of one engine waits, and nothing is computed.
+
+    Running requests of the engine alone can go there (``Plan.moves``), and from there to any unit.
+    """
+
+    unit: Unit
+    """It stands for the tier in moves."""
+    tokens: tuple[int, ...]
+    """Of each request that is there, oldest first, the tokens that have KV."""
+    free_blocks: int
+    total_blocks: int
+    block_tokens: int
+    """Tokens of a block, as of a unit of one engine."""
+
+
 def requests_on(waiting: int, units: Iterable[UnitState]) -> int:
     """Return the number of requests on a node: those in the pool and those of its units."""
     return waiting + sum(unit.requests + unit.paused for unit in units)
@@ -277,6 +294,8 @@ class Snapshot:
     """The levels to which the policy may change that now."""
     moves: tuple[Move, ...] = ()
     """Moves of ``Plan.moves`` that are under way. No switch can start before they have ended."""
+    tiers: tuple[TierState, ...] = ()
+    """The tiers of the engines that serve; none without ``--kv-tier-gib``."""
     step_tokens: int = 0
     """Most tokens of a step; 0: unknown."""
     memory: object = None
@@ -288,8 +307,13 @@ class Snapshot:
 
     @property
     def requests(self) -> int:
-        """Requests on the node: waiting, running and paused."""
-        return requests_on(self.waiting, self.units)
+        """Requests on the node: waiting, running, paused, and those in the host's memory."""
+        return requests_on(self.waiting, self.units) + self.parked
+
+    @property
+    def parked(self) -> int:
+        """Requests whose KV waits in the host's memory."""
+        return sum(len(tier.tokens) for tier in self.tiers)
 
     @property
     def widest(self) -> Layout:

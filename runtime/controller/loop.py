@@ -361,8 +361,12 @@ class Controller:
         self._decided_at = self._clock()
         switches = self._operations.switches
         switching = switches.running is not None
-        manual = not self._adviser.policy.decides_layout
-        self._pauses.end_long_ones(manual=manual, may_begin=self._operations.is_idle)
+        policy = self._adviser.policy
+        self._pauses.end_long_ones(
+            manual=not policy.decides_layout,
+            parks=policy.parks,
+            may_begin=self._operations.is_idle,
+        )
         if switching and not len(self.books.requests.pool):
             return 0  # there is nothing to decide, and the members' answers are due
         snapshot = self.snapshot(self._demand.take_news())

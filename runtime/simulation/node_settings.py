@@ -10,6 +10,7 @@ from shoal.runtime.config import (
     MIXED_STEP_TOKENS,
     PRECOPY_TOKENS,
     QUEUED_AHEAD,
+    TIER_BYTES_PER_SECOND,
     FakeSettings,
     NodeConfig,
 )
@@ -58,6 +59,8 @@ class Node:
         captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
         prefix_caching: whether units keep the KV of prompts that others may begin with.
         place_by_prefix: see ``NodeConfig``, as ``rebalance``.
+        tier_gib: GiB of the host's memory that each engine has for KV.
+        tier_bytes_per_second: rate at which each engine reads and writes it.
         corrections: what a fit has found of a node's steps; none: those of ``hardware``.
     """
 
@@ -85,6 +88,8 @@ class Node:
     place_by_prefix: bool = True
     rebalance: bool = True
     corrections: tuple[Correction, ...] = ()
+    tier_gib: float = 0.0
+    tier_bytes_per_second: float = TIER_BYTES_PER_SECOND
 
     def config(self, policy: str) -> NodeConfig:
         """Return the configuration of the node's processes.
@@ -121,6 +126,8 @@ class Node:
                 peer_bytes_per_second=self.hardware.peer_bytes_per_second,
                 copy_seconds=self.hardware.copy_seconds,
                 prefix_caching=self.prefix_caching,
+                tier_blocks=self._tier_blocks,
+                tier_bytes_per_second=self.tier_bytes_per_second,
             ),
             place_by_prefix=self.place_by_prefix,
             rebalance=self.rebalance,
@@ -136,6 +143,11 @@ class Node:
             targets=self.targets,
             urgent_engines=self.urgent_engines,
         )
+
+    @property
+    def _tier_blocks(self) -> int:
+        block = BLOCK_TOKENS * self.shape.model_shape().kv_bytes_per_token
+        return int(self.tier_gib * 2**30 / block)
 
     @property
     def _whole_blocks(self) -> int:

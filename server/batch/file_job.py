@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from http import HTTPStatus
@@ -23,6 +24,8 @@ FIXED_WINDOW = 256
 """Requests on their way to a server that does not say how many it runs."""
 MOST_WAITING = 2048
 _RUNNING = b"vllm:num_requests_running"
+_PARKED = re.compile(rb'shoal_engine_requests\{.*state="parked".*\}')
+"""Of a node of Shoal: requests that wait in the host's memory make room for others."""
 _READ_BYTES = 1 << 20
 _MOST_LINES = 1 << 31
 _LINE_BYTES = 64 << 20
@@ -156,7 +159,8 @@ async def _running(sender: LineSender) -> int:
     answer = await sender.get("/metrics")
     lines = answer.body.splitlines() if answer.status == HTTPStatus.OK else []
     found = [line.rpartition(b" ")[2] for line in lines if line.startswith(_RUNNING)]
-    return int(sum(map(float, found))) if found else FIXED_WINDOW // 2
+    parked = [line.rpartition(b" ")[2] for line in lines if _PARKED.match(line)]
+    return int(sum(map(float, found + parked))) if found else FIXED_WINDOW // 2
 
 
 def _partial(path: Path) -> Path:

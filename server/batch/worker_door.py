@@ -19,6 +19,9 @@ from shoal.server.gate.middleware import BATCH_OWNER
 
 OWNER_HEADER = "x-shoal-batch-owner"
 RUNNING_PATH = "/running"
+COUNTED_STATES = {"running", "parked"}
+"""Labels of ``shoal_engine_requests``: those that wait in the host's memory make room for others.
+"""
 
 
 def door_path(runtime_dir: str | Path, front_end: int) -> Path:
@@ -63,10 +66,18 @@ class WorkerDoor:
 
 
 async def running_on(control: ControlClient) -> int:
-    """Return how many requests the units of a node run.
+    """Return how many requests the units of a node run, with those in the host's memory.
 
     Raises:
         CallError: the controller did not answer.
     """
-    view = await control.get_layout()
-    return sum(unit.running for unit in view.units)
+    metrics = await control.get_metrics()
+    return int(
+        sum(
+            sample.value
+            for family in metrics.families
+            if family.name == "shoal_engine_requests"
+            for sample in family.samples
+            if not COUNTED_STATES.isdisjoint(sample.labels)
+        )
+    )

@@ -50,6 +50,7 @@ from shoal.server.options.serve_options import (
 from shoal.server.options.sharing_options import check_shared_model, settle_share
 from shoal.server.options.shift_options import AUTO, automatic_max_sp, check_shift
 from shoal.server.options.speculation_options import check_speculation_and_layouts
+from shoal.server.options.tier_option import carry_settings
 from shoal.server.options.unsupported_models import check_repacked, check_stages
 from shoal.server.options.urgent_options import check_urgent
 
@@ -249,9 +250,8 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         fake=_fake_settings(args, vllm_config),
         prepare_timeout_seconds=args.prepare_timeout,
         switch_wait_seconds=args.switch_wait,
-        precopy_tokens=args.precopy_tokens,
         mixed_step_tokens=args.mixed_step_tokens,
-        carry_path=args.carry_path,
+        **carry_settings(args),
         rebalance=args.rebalance,
         max_retries=args.max_retries,
         engine_timeout_seconds=args.engine_timeout,

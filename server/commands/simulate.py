@@ -35,6 +35,7 @@ from shoal.server.number_options import check_at_least
 from shoal.server.options.mixed_step_option import add_mixed_option
 from shoal.server.options.sharing_options import add_sharing_options, check_share
 from shoal.server.options.shift_options import add_shift_options, check_shift
+from shoal.server.options.tier_option import add_tier_option
 from shoal.server.options.urgent_options import add_urgent_option, check_urgent
 from shoal.server.options.workload_options import (
     add_target_option,
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         "threshold (default: %(default)s)",
     )
     add_mixed_option(parser)
+    add_tier_option(parser)
     add_shift_options(parser, automatic=False)
     add_sharing_options(parser, automatic=False)
     add_target_option(parser)
@@ -170,7 +172,7 @@ def _node(
     if args.layout is not None and [*policies] != ["manual"]:
         raise UserError("--layout is for --policy manual: the other policies decide the layout")
     check_at_least(args, 1, "max_num_seqs", "max_num_batched_tokens")
-    check_at_least(args, 0, "captured_tokens", "mixed_step_tokens")
+    check_at_least(args, 0, "captured_tokens", "mixed_step_tokens", "kv_tier_gib")
     check_shift(args, policies, max_group)
     check_share(args.share_weights, args.engines)
     check_urgent(args, policies, args.engines, max_group)
@@ -202,6 +204,7 @@ def _node(
         prefix_caching=args.enable_prefix_caching,
         place_by_prefix=args.place_by_prefix,
         corrections=_corrections(args.fit_file),
+        tier_gib=args.kv_tier_gib,
     )
 
 

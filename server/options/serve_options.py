@@ -48,6 +48,7 @@ from shoal.server.options.sharing_options import AUTO as SHARE_AUTO
 from shoal.server.options.sharing_options import add_sharing_options, check_share
 from shoal.server.options.shift_options import add_shift_options
 from shoal.server.options.speculation_options import check_speculation_options
+from shoal.server.options.tier_option import FAKE_BLOCKS, add_tier_option, check_tier
 from shoal.server.word_options import one_of
 
 DEFAULT_HOST = "127.0.0.1"
@@ -145,6 +146,7 @@ def _add_switch_options(group: argparse._ArgumentGroup) -> None:
         "many tokens together and prefixes are cached; 0: no switch does (default: %(default)s)",
     )
     add_mixed_option(group)
+    add_tier_option(group)
     group.add_argument(
         "--carry-path",
         type=one_of(CarryPath),
@@ -367,6 +369,7 @@ def engines_and_group(args: Namespace, gpus: int, *, demo: bool) -> tuple[int, i
     if max_group > engines:
         raise UserError(f"--max-group {max_group}: there are only {engines} engines")
     check_share(args.share_weights, engines)
+    check_tier(args, engines)
     if args.max_pp > max_group:
         raise UserError(f"--max-pp {args.max_pp}: a group has at most {max_group} engines")
     if args.max_pp > 1 and args.share_weights not in (1, SHARE_AUTO):
@@ -436,4 +439,5 @@ def fake_settings(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         prefix_caching=prefix_caching,
+        tier_blocks=FAKE_BLOCKS * args.kv_tier_gib,
     )

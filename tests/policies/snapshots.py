@@ -6,9 +6,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
-from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
+from shoal.policies.values.layouts import Layout, Unit, layouts_up_to, tier_of
 from shoal.policies.values.partition import Partition, singles, units_of
-from shoal.policies.values.snapshot import LayoutState, PoolRequest, Snapshot, Target, UnitState
+from shoal.policies.values.snapshot import (
+    LayoutState,
+    PoolRequest,
+    Snapshot,
+    Target,
+    TierState,
+    UnitState,
+)
 from tests.units import tp
 
 LAYOUTS = tuple(
@@ -76,6 +83,19 @@ def partitions(draw: st.DrawFn, engines: int) -> Partition:
 
 
 @st.composite
+def _tiers(draw: st.DrawFn, engines: int, dead: frozenset[int]) -> tuple[TierState, ...]:
+    """Draw the tiers of engines, mostly none."""
+    if draw(st.sampled_from([True, True, False])):
+        return ()
+    waiting = st.lists(st.integers(1, 150), max_size=3)
+    return tuple(
+        TierState(tier_of(engine), tuple(draw(waiting)), draw(st.integers(-3, 90)), 100, 4)
+        for engine in range(engines)
+        if engine not in dead
+    )
+
+
+@st.composite
 def snapshots(draw: st.DrawFn) -> Snapshot:
     """Draw any snapshot that a controller could make."""
     engines = draw(st.sampled_from([1, 2, 4, 8]))
@@ -117,6 +137,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
     groups = [group for layout in layouts for group in units_of(engines, layout)]
     return replace(
         seen,
+        tiers=draw(_tiers(engines, dead)),
         broken=frozenset(g for g in groups if g not in partition and draw(st.booleans())),
         waiting=len(pool) + draw(st.sampled_from([0, 500])),
         waiting_tokens=draw(st.integers(0, 10_000)),

@@ -28,6 +28,7 @@ from shoal.policies.values.snapshot import (
     Snapshot,
     StepPredictor,
     Target,
+    TierState,
     UnitState,
 )
 from tests.policies.snapshots import request, snapshot, snapshots, unit
@@ -88,7 +89,7 @@ def test_the_page_shows_the_package_of_the_examples() -> None:
 
 INTERFACE = (
     *(Policy, Plan, Dispatch, Verdict, Snapshot, PoolRequest, UnitState, LayoutState, Target),
-    *(StepPredictor, Batch, Move, ShareLevel),
+    *(StepPredictor, Batch, Move, ShareLevel, TierState),
 )
 """What policies are given and return: every public name in these is part of the interface."""
 

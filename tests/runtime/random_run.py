@@ -9,7 +9,7 @@ import pytest
 from shoal.policies import registry
 from shoal.policies.shift import ShiftRule
 from shoal.policies.static import dispatch_least_loaded, with_singles
-from shoal.policies.values.layouts import Unit, layouts_up_to, unit_of
+from shoal.policies.values.layouts import Unit, alone, layouts_up_to, unit_of
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Plan, Policy, TreatmentName
 from shoal.policies.values.snapshot import Move, Snapshot
@@ -48,12 +48,23 @@ def random_partition(
     return tuple(split(0, engines))
 
 
-def random_moves(rng: random.Random, units: Partition) -> tuple[Move, ...]:
-    """Draw up to three moves between units, most often none."""
-    if len(units) < 2:
+def random_moves(rng: random.Random, seen: Snapshot) -> tuple[Move, ...]:
+    """Draw up to three moves between units, most often none; also from tiers and to them."""
+    units, tiers = seen.partition, [state.unit for state in seen.tiers]
+    if len(units) < 2 and not tiers:
         return ()
     count = rng.choice([0, 0, 0, 1, 3])
-    return tuple(Move(*rng.sample(units, 2), rng.randrange(1, 4)) for _ in range(count))
+    return tuple(Move(*_way(rng, units, tiers), rng.randrange(1, 4)) for _ in range(count))
+
+
+def _way(rng: random.Random, units: Partition, tiers: Sequence[Unit]) -> tuple[Unit, Unit]:
+    """Draw a source and a destination."""
+    there = [(alone(tier.leader), tier) for tier in tiers if alone(tier.leader) in units]
+    back = [(tier, unit) for tier in tiers for unit in units]
+    if tiers and (len(units) < 2 or rng.random() < 0.7):
+        return rng.choice(there if there and rng.random() < 0.5 else back)
+    source, destination = rng.sample(units, 2)
+    return source, destination
 
 
 def hasty(monkeypatch: pytest.MonkeyPatch, seed: int) -> str:
@@ -67,7 +78,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch, seed: int) -> str:
     def plan(seen: Snapshot, /) -> Plan:
         dispatches = dispatch_least_loaded(seen)
         if seen.switching or rng.random() > 0.1:
-            return Plan(dispatches, moves=random_moves(rng, seen.partition))
+            return Plan(dispatches, moves=random_moves(rng, seen))
         target = with_singles(seen, random_partition(rng, seen.engines, seen.max_group))
         return Plan(dispatches, target, rng.choice(get_args(TreatmentName)))
 

@@ -1,5 +1,6 @@
 """A random life in which engines hang and die: the others go on, and every request gets an end."""
 
+import msgspec
 import pytest
 
 from shoal.policies.values.layouts import alone
@@ -7,7 +8,7 @@ from shoal.policies.values.partition import Partition, units_of
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.protocol.transport import Frames
 from shoal.runtime.protocol.wire import FinishReason
-from tests.runtime.loopback_node import LoopbackNode
+from tests.runtime.loopback_node import SMALL, LoopbackNode
 from tests.runtime.random_run import RandomRun, hasty
 
 ENGINES = 8
@@ -100,21 +101,24 @@ def test_survivors_go_on(seed: int) -> None:
     live(run)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "tier"), [*((seed, 0) for seed in range(4)), (4, 30), (5, 300)])
 def test_survivors_go_on_where_switches_are_late(
-    monkeypatch: pytest.MonkeyPatch, seed: int
+    monkeypatch: pytest.MonkeyPatch, seed: int, tier: int
 ) -> None:
+    """Some nodes also have KV in the host's memory, and lose engines while it goes to and fro."""
     policy, wait = hasty(monkeypatch, seed), 0.03
     node = LoopbackNode(
         ENGINES,
         max_group=4,
         seed=seed,
         policy=policy,
+        settings=msgspec.structs.replace(SMALL, tier_blocks=tier),
         switch_wait_seconds=wait,
         precopy_tokens=seed % 2,
     )
     live(DeadlyRun(node, decided=True))
     assert node.value("shoal_late_switches_total") > 0
+    assert (node.value("shoal_tier_requests_total", outcome="hit") > 0) == bool(tier)
 
 
 def live(run: DeadlyRun) -> None:

@@ -73,12 +73,14 @@ def test_random_life(seed: int, max_pp: int, max_sp: int, changes: int, ahead: i
         assert node.value("shoal_steps_total", mode="tp") > OPERATIONS // 20
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_random_life_under_a_policy(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "tier"), [(0, 0), (1, 0), (2, 0), (3, 20), (4, 200)])
+def test_random_life_under_a_policy(monkeypatch: pytest.MonkeyPatch, seed: int, tier: int) -> None:
     """Its switches are late again and again, because it waits for requests so briefly."""
     policy = hasty(monkeypatch, seed)
-    ahead = (NEVER, SOMETIMES, ALWAYS)[seed]
-    node = LoopbackNode(4, seed=seed, policy=policy, switch_wait_seconds=0.03, precopy_tokens=ahead)
+    ahead = (NEVER, SOMETIMES, ALWAYS)[seed % 3]
+    settings = msgspec.structs.replace(SMALL, tier_blocks=tier)
+    limits = {"switch_wait_seconds": 0.03, "precopy_tokens": ahead}
+    node = LoopbackNode(4, seed=seed, policy=policy, settings=settings, **limits)
     run = RandomRun(node, decided=True)
     live(run, OPERATIONS)
     run.finish()
@@ -92,6 +94,8 @@ def test_random_life_under_a_policy(monkeypatch: pytest.MonkeyPatch, seed: int) 
     assert node.value("shoal_switches_total", outcome="failed") == 0
     assert node.value("shoal_late_switches_total") > 10
     assert node.value("shoal_carried_requests_total", outcome="carried") > OPERATIONS // 20
+    hits = node.value("shoal_tier_requests_total", outcome="hit")
+    assert (hits > OPERATIONS // 50) == bool(tier), hits
 
 
 def test_random_life_of_two_groups_of_four() -> None:

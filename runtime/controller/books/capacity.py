@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from shoal.policies.values.layouts import Layout, Unit, alone
+from shoal.policies.values.layouts import Layout, Unit, alone, tier_of
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Policy
 from shoal.policies.values.snapshot import (
@@ -13,6 +13,7 @@ from shoal.policies.values.snapshot import (
     Move,
     PoolRequest,
     Snapshot,
+    TierState,
     UnitState,
     requests_on,
 )
@@ -123,6 +124,7 @@ class Capacity:
             urgent_engines=self._config.urgent_engines,
             sp_above=sp_above,
             moves=self._moves,
+            tiers=self._tiers,
             step_tokens=self.step_tokens,
         )
 
@@ -132,15 +134,30 @@ class Capacity:
         moves = (carry for carry in self._carries if carry.reason == HANDOVER)
         return tuple(Move(move.source, move.destination, len(move.ids)) for move in moves)
 
+    @property
+    def _tiers(self) -> tuple[TierState, ...]:
+        """Return the tiers of the engines that serve."""
+        states = map(self.tier, sorted(self._engines.open))
+        return tuple(state for state in states if state is not None)
+
+    def tier(self, engine: int) -> TierState | None:
+        """Return the state of an engine's tier; None if it has none, or it has not reported yet."""
+        blocks = self._engines.tier_blocks(engine)
+        if not blocks:
+            return None
+        core, limits = self._requests.core(tier_of(engine)), self._engines.limits(alone(engine))
+        return _tier_state(core, blocks, limits)
+
     def _people(self, units: Iterable[UnitState]) -> int:
         """Return the requests on the node without background requests, which wait for nothing."""
-        background = sum(
-            count
-            for unit in units
-            for priority, count in unit.by_priority
-            if priority >= BACKGROUND_PRIORITY
+        parked = self._requests.parked
+        priorities = (
+            *(each for unit in units for each in unit.by_priority),
+            *(each for core in parked for each in core.figures.by_priority),
         )
-        return requests_on(len(self._pool) - self._pool.background, units) - background
+        background = sum(count for of, count in priorities if of >= BACKGROUND_PRIORITY)
+        all_requests = requests_on(len(self._pool) - self._pool.background, units)
+        return all_requests + sum(len(core.requests) for core in parked) - background
 
     def _with_cached(
         self, pool: tuple[PoolRequest, ...], units: tuple[UnitState, ...]
@@ -336,6 +353,9 @@ class Capacity:
         Tokens count once for each KV group that has them.
         """
         source = carry.source
+        if source.tier:
+            found = filter(None, map(self._requests.find, carry.ids))
+            return sum(request.seen.prompt_tokens for request in found)
         core, tokens = self._requests.core(source), self._engines.limits(source).block_tokens
         if core.load is None or not core.requests:
             return 0
@@ -397,6 +417,21 @@ class Capacity:
     @cached_property
     def _possible_groups(self) -> tuple[Unit, ...]:
         return self._config.units
+
+
+def _tier_state(core: CoreBook, blocks: int, limits: m.LayoutLimits) -> TierState | None:
+    """Return the state of a tier; None: it has not reported yet.
+
+    Args:
+        core: its book.
+        blocks: all of its blocks.
+        limits: those of its engine alone.
+    """
+    if core.load is None:
+        return None
+    free = core.load.free_blocks - core.uncounted.blocks(limits)
+    tokens = (request.seen.prompt_tokens for request in core.requests.values())
+    return TierState(core.unit, tuple(tokens), free, blocks, limits.block_tokens)
 
 
 def _layout_state(limits: m.LayoutLimits, blocks: int) -> LayoutState:

@@ -59,6 +59,8 @@ class CarryBook:
     def __init__(self) -> None:
         self._carries: dict[int, Carry] = {}
         self._last = 0
+        self.parked_at: dict[Unit, float] = {}
+        """When the last carry of each engine to its tier had ended."""
 
     def __len__(self) -> int:
         return len(self._carries)
@@ -84,9 +86,11 @@ class CarryBook:
         """The requests of all carries."""
         return set().union(*(carry.ids for carry in self._carries.values()))
 
-    def end(self, carry: Carry) -> None:
+    def end(self, carry: Carry, *, now: float) -> None:
         """Note that a carry is over."""
         del self._carries[carry.number]
+        if carry.destination.tier:
+            self.parked_at[carry.source] = now
 
     def take(self, request_id: str) -> Unit | None:
         """Take a request out of its carry because it ends.

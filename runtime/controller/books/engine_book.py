@@ -100,6 +100,7 @@ class EngineBook:
         """Engines that died and will not be back."""
         self.drained = frozenset(engine.number for engine in engines if engine.drained)
         """Engines that an operator has taken out."""
+        self._have_tiers = all(e.ready.tier_blocks for e in engines if e.ready is not None)
         self._restarted = any(engine.incarnation for engine in engines)
         self._in_state = {
             state: frozenset(engine.number for engine in engines if engine.state is state)
@@ -214,6 +215,11 @@ class EngineBook:
         """Return the size of an engine's pool; 0 before it is ready."""
         ready = self._engines[engine].ready
         return 0 if ready is None else ready.num_blocks
+
+    def tier_blocks(self, engine: int) -> int:
+        """Return the size of an engine's tier; 0 if there is none that all engines can read."""
+        ready = self._engines[engine].ready
+        return ready.tier_blocks if ready is not None and self._have_tiers else 0
 
     # --- groups of them -----------------------------------------------------------------------
 

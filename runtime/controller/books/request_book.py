@@ -82,7 +82,8 @@ class RequestBook:
         self.held.count(request, 1)
         self.core(unit).put(request, carried=True, generated=generated)
         self._where[request.id] = unit
-        self._prefixes.use(request.prompt, unit)
+        if not unit.tier:
+            self._prefixes.use(request.prompt, unit)
 
     def generated(self, request_id: str) -> int:
         """Return how many tokens a request has got on its unit; 0 if it is on none."""
@@ -143,9 +144,14 @@ class RequestBook:
         """Number of requests whose unit is not bound, by the unit in which its leader is now."""
         paused: Counter[Unit] = Counter()
         for core in self._cores.values():
-            if core.requests and core.unit not in self._units.partition:
+            if core.requests and not self._units.has(core.unit):
                 paused[self._units.unit_of(core.unit.leader)] += len(core.requests)
         return paused
+
+    @property
+    def parked(self) -> list[CoreBook]:
+        """The tiers that have requests."""
+        return [core for core in self._cores.values() if core.unit.tier and core.requests]
 
     # --- suspects, and those whose engine died ------------------------------------------------
 

@@ -6,7 +6,7 @@ from typing import get_args
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.policies.values.plan import ShareReason, SwitchReason
 from shoal.runtime.controller.books.request import Request
-from shoal.runtime.protocol.messages import DeathCause, Fallback, Outcome, Treatment
+from shoal.runtime.protocol.messages import DeathCause, Fallback, Imported, Outcome, Treatment
 from shoal.runtime.protocol.messages.metrics import (
     PRIORITY_CLASSES,
     Counter,
@@ -44,6 +44,10 @@ CARRY_PHASES = ("precopy", "export", "import", "copy")
 one copy of the members."""
 CARRY_PATHS = ("peer", "host")
 """How KV went: from an engine's memory to the reader's, or through memory of the host."""
+TIER_OUTCOMES = ("parked", "no_room", "hit", "miss")
+"""What became of a request whose KV was to wait in the host's memory: it went there, or there was
+no room for it; it left with that KV, or what it had was computed again."""
+TIER_DIRECTIONS = ("written", "read")
 PRECOPY_OUTCOMES = ("copied", "nothing", "stopped")
 """How a pre-copy ended: the KV was copied; there was nothing to copy or no room; or it failed, was
 late or was given up."""
@@ -177,9 +181,46 @@ class CarryStatistics:
             "Bytes of KV that were copied ahead of carries.",
             {"path": CARRY_PATHS},
         )
+        self.tier_requests = Counter(
+            "shoal_tier_requests_total",
+            "Requests whose KV was to wait in the host's memory, by what became of that.",
+            {"outcome": TIER_OUTCOMES},
+        )
+        self.tier_bytes = Counter(
+            "shoal_tier_bytes_total",
+            "Bytes of KV that were written to the host's memory, or read from there by units.",
+            {"direction": TIER_DIRECTIONS},
+        )
         self.seconds = Histogram(
             "shoal_carry_seconds", "Phases of carries.", PHASE_BOUNDS, {"phase": CARRY_PHASES}
         )
+
+    def count(self, source: Unit, destination: Unit, message: Imported) -> None:
+        """Count what a unit has said of the requests that came to it.
+
+        Args:
+            source: the unit that they have left.
+            destination: the unit that they have come to.
+            message: its answer.
+        """
+        with_kv, without = len(message.carried), len(message.recomputed)
+        if destination.tier:
+            self.tier_requests.add("parked", amount=with_kv)
+            self.tier_requests.add("no_room", amount=without)
+            self.tier_bytes.add("written", amount=message.bytes)
+            return
+        if source.tier:
+            self.tier_requests.add("hit", amount=with_kv)
+            self.tier_requests.add("miss", amount=without)
+            self.tier_bytes.add("read", amount=message.bytes)
+        else:
+            self.carried(message.bytes, message.host_bytes)
+        self.requests.add("carried", amount=with_kv)
+        self.requests.add("recomputed", amount=without)
+        for reason in message.recomputed.values():
+            self.fallbacks.add(reason)
+        if with_kv:
+            self.seconds.observe(message.seconds, "copy")
 
     def carried(self, total: int, through_host: int) -> None:
         """Count bytes that were read while requests stood still."""

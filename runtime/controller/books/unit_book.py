@@ -40,6 +40,10 @@ class UnitBook:
         """Return the unit that an engine is in."""
         return next(unit for unit in self._partition if engine in unit.engines)
 
+    def has(self, unit: Unit) -> bool:
+        """Return whether a unit is there now: it is bound, or is a tier, which always is."""
+        return unit.tier or unit in self._partition
+
     # --- changes ------------------------------------------------------------------------------
 
     def bind(self, unit: Unit, epoch: int) -> None:

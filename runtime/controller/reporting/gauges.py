@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from shoal.policies.registry import POLICIES
-from shoal.policies.values.layouts import DP, Unit, alone
+from shoal.policies.values.layouts import DP, Unit, alone, tier_of
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.engine_book import EngineState
@@ -48,6 +48,7 @@ class Gauges:
             *self._unit_of_engines(),
             self._requests(),
             self._kv_blocks(),
+            self._tier_blocks(),
             self._lease_blocks(),
             *self._pool(),
             *self._steps(),
@@ -171,12 +172,14 @@ class Gauges:
 
     def _requests_of(self, engine: int) -> dict[str, int]:
         """Return the number of requests of the units that an engine leads, by their state."""
-        counts = {"running": 0, "waiting": 0, "paused": 0}
+        counts = {"running": 0, "waiting": 0, "paused": 0, "parked": 0}
         for core in self.books.requests.cores.values():
             if core.unit.leader != engine:
                 continue
             held = len(core.requests)
-            if core.unit in self.books.units.partition:
+            if core.unit.tier:
+                counts["parked"] += held
+            elif core.unit in self.books.units.partition:
                 running = 0 if core.load is None else min(core.load.running, held)
                 counts["running"] += running
                 counts["waiting"] += held - running
@@ -193,6 +196,19 @@ class Gauges:
             values |= {(name, "free"): free, (name, "lent"): lent}
             values[name, "used"] = max(0, total - free - lent)
         return gauge("shoal_engine_kv_blocks", "KV blocks.", ("engine", "state"), values)
+
+    def _tier_blocks(self) -> Family:
+        values: dict[Labels, float] = {}
+        for number in range(len(self.books.engines)):
+            total = self.books.engines.tier_blocks(number)
+            free = self._free_blocks(tier_of(number))
+            values |= {(str(number), "free"): free, (str(number), "used"): max(0, total - free)}
+        return gauge(
+            "shoal_tier_kv_blocks",
+            "KV blocks in the host's memory (--kv-tier-gib).",
+            ("engine", "state"),
+            values,
+        )
 
     def _free_blocks(self, group: Unit) -> int:
         load = self._load(group)

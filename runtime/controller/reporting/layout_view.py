@@ -115,7 +115,7 @@ def _unit_view(
 def _named(books: Books, group: Unit) -> Iterator[RequestView]:
     """Yield the requests of a unit, then those that are paused on its engines."""
     units, cores = books.units, books.requests.cores
-    away = (core for core in cores.values() if core.unit not in units.partition)
+    away = (core for core in cores.values() if not units.has(core.unit))
     paused = (core for core in away if units.unit_of(core.unit.leader) == group)
     for core in (books.requests.core(group), *paused):
         for request in core.requests.values():
@@ -250,4 +250,4 @@ def switch_trace(
 
 def _paused_units(books: Books) -> list[Unit]:
     cores = books.requests.cores.values()
-    return sorted(c.unit for c in cores if c.requests and c.unit not in books.units.partition)
+    return sorted(c.unit for c in cores if c.requests and not books.units.has(c.unit))

@@ -43,30 +43,37 @@ class Pauses:
     @property
     def deadline(self) -> float | None:
         """When something is due even if no message comes."""
-        times = (since + self._limit for since in self._since.values())
+        times = (since + self._limit_of(unit) for unit, since in self._since.items())
         return min((at for at in times if at > self._looked_at), default=None)
 
-    def end_long_ones(self, *, manual: bool, may_begin: bool) -> None:
+    def end_long_ones(self, *, manual: bool, parks: bool, may_begin: bool) -> None:
         """Let go on elsewhere what has been paused for too long, so that no policy has to.
 
         Args:
             manual: whether an operator decides the layout, and not the policy.
+            parks: whether the policy decides about what is in tiers. It cannot move anything while
+                an engine is drained.
             may_begin: whether no operation is running; a switch may bring units back.
         """
         now = self._looked_at = self._clock()
         self._limit = MANUAL_PAUSE_SECONDS if manual else PAUSE_SECONDS
         long: list[CoreBook] = []
         for core in self._requests.cores.values():
-            if not core.requests or core.unit in self._units.partition:
+            is_left = core.unit.tier and parks and not self._engines.drained
+            if not core.requests or core.unit in self._units.partition or is_left:
                 self._since.pop(core.unit, None)
                 continue
             since = self._since.setdefault(core.unit, now)
             serves = self._engines.serves(alone(core.unit.leader))
-            if may_begin and serves and since + self._limit <= now:
+            if may_begin and serves and since + self._limit_of(core.unit) <= now:
                 self._since[core.unit] = now
                 long.append(core)
         if long:
             self._go_on(long)
+
+    def _limit_of(self, unit: Unit) -> float:
+        """Return how long requests of a unit wait: nobody brings a tier back."""
+        return PAUSE_SECONDS if unit.tier else self._limit
 
     def _go_on(self, cores: list[CoreBook]) -> None:
         left = {r.id for r in self._carries.begin(cores, self._units.partition, PAUSE)}

@@ -192,7 +192,8 @@ class Carries:
         now = self._clock()
         self._statistics.departures.add(carry.reason, amount=len(ids))
         self._enter(carry, CarryStage.EXPORTING, now + self._timeout)
-        self._send(carry.source, m.Export(carry.number, carry.source, ids))
+        is_parked = carry.destination.tier
+        self._send(carry.source, m.Export(carry.number, carry.source, ids, is_parked))
         if self._tally.began is None:
             self._tally.began = now
 
@@ -247,7 +248,7 @@ class Carries:
         """
         ready = dict[Unit, list[Carry]]()
         for carry in self._book:
-            if carry.destination in self._units.partition:
+            if self._units.has(carry.destination):
                 ready.setdefault(carry.destination, []).append(carry)
         for unit, carries in ready.items():
             exported = [carry for carry in carries if carry.stage is CarryStage.EXPORTED]
@@ -293,7 +294,7 @@ class Carries:
         self._keep(carry, kept)
         carry.ids -= kept
         carry.exported = []
-        for client, ids in placed.items():
+        for client, ids in placed.items() if not carry.destination.tier else ():
             self._transport.to_control(front_identity(client), m.CarriedOn(ids, carry.destination))
         self._enter(carry, CarryStage.IMPORTING, self._clock() + self._timeout)
         if not taken:
@@ -305,7 +306,7 @@ class Carries:
         if carry is None or carry.stage is not CarryStage.IMPORTING:
             # ``Import`` without requests has such an answer, but nothing awaits it.
             return not (message.carried or message.recomputed)
-        self._count(message)
+        self._count(carry, message)
         self._capacity.costs.observe_copy(carry.source, message)
         settled = {*message.carried, *message.recomputed}
         if message.left == 0:
@@ -324,22 +325,17 @@ class Carries:
         carry.stage, carry.since, carry.deadline = stage, self._clock(), deadline
 
     def _end(self, carry: Carry) -> None:
-        self._book.end(carry)
         self._tally.ended = self._clock()
+        self._book.end(carry, now=self._tally.ended)
 
     def _observe(self, carry: Carry, phase: str) -> None:
         self._statistics.seconds.observe(self._clock() - carry.since, phase)
 
-    def _count(self, message: m.Imported) -> None:
-        statistics, tally = self._statistics, self._tally
-        statistics.requests.add("carried", amount=len(message.carried))
-        statistics.requests.add("recomputed", amount=len(message.recomputed))
+    def _count(self, carry: Carry, message: m.Imported) -> None:
+        tally = self._tally
+        self._statistics.count(carry.source, carry.destination, message)
         for reason in message.recomputed.values():
-            statistics.fallbacks.add(reason)
             tally.recomputed[reason.value] += 1
-        statistics.carried(message.bytes, message.host_bytes)
-        if message.carried:
-            statistics.seconds.observe(message.seconds, "copy")
         tally.carried += len(message.carried)
         tally.bytes += message.bytes
 

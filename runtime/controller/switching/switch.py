@@ -189,7 +189,8 @@ class Switch:
     def _homeless(self, target: Partition) -> list[CoreBook]:
         """Return the cores with requests whose unit a partition lacks."""
         cores = self._node.books.requests.cores.values()
-        return [core for core in cores if core.requests and core.unit not in target]
+        homeless = [core for core in cores if core.requests and core.unit not in target]
+        return [core for core in homeless if not core.unit.tier]
 
     def _start(self) -> None:
         for move in self._open_moves():

@@ -133,6 +133,7 @@ class Agent:
                 backend.ready_response,
                 startup,
                 backend.shares,
+                backend.tier_blocks,
             )
         )
 

@@ -284,7 +284,8 @@ class Carrying:
         self._answer(portion, Copied([], 0, 0.0))
 
     def _adopt(self, core: Core, arrivals: Arrivals, *, gives_up: bool) -> Portion:
-        portion, serves = Portion(arrivals.message.carry), core in self._binding.serving
+        portion = Portion(arrivals.message.carry)
+        serves = core.unit.tier or core in self._binding.serving
         is_tried = core.load.free_blocks == arrivals.tried and not arrivals.begins_served
         if serves and not gives_up and is_tried:
             return portion

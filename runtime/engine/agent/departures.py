@@ -46,7 +46,9 @@ class Departures:
         """Export requests at ``take_out``; say by now what they will be after their last steps."""
         self._exports.append(message)
         core = self._backend.cores[message.unit]
-        announced = [] if _rests(core) else core.announce(message.request_ids)
+        # Who has no output now may have one after the steps in flight, and leaves then.
+        told = not _rests(core) and not message.only_decoding
+        announced = core.announce(message.request_ids) if told else []
         if announced:
             self._transport.to_controller(
                 m.Leaving(message.carry, self._backend.engine, message.unit, announced)
@@ -57,7 +59,11 @@ class Departures:
         ready = [export for export in self._exports if _rests(self._backend.cores[export.unit])]
         for export in ready:
             self._exports.remove(export)
-            requests = self._backend.cores[export.unit].export(export.request_ids)
+            core = self._backend.cores[export.unit]
+            requests = core.export(export.request_ids)
+            if export.only_decoding:
+                core.keep([each.request_id for each in requests if not each.tokens])
+                requests = [each for each in requests if each.tokens]
             self._transport.to_controller(
                 m.Exported(export.carry, self._backend.engine, export.unit, requests)
             )

@@ -355,6 +355,8 @@ class EngineBackend(Protocol):
     num_blocks: int
     ready_response: bytes
     shares: Shares
+    tier_blocks: int
+    """Blocks of the engine's tier; 0: it has none, and no core for it."""
 
     @property
     def own(self) -> OwnCore:
@@ -366,7 +368,7 @@ class EngineBackend(Protocol):
 
     @property
     def cores(self) -> Mapping[Unit, Core]:
-        """Every core, the engine's own first."""
+        """Every core, the engine's own first, also that of its tier."""
 
     @property
     def layouts(self) -> Sequence[LayoutLimits]:

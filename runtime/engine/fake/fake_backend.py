@@ -20,6 +20,7 @@ from shoal.runtime.engine.agent.step_mode import sp_floor
 from shoal.runtime.engine.fake.fake_core import FakeCore, OnStart, Surroundings
 from shoal.runtime.engine.fake.fake_group_core import FakeGroupCore
 from shoal.runtime.engine.fake.fake_own_core import FakeOwnCore
+from shoal.runtime.engine.fake.fake_tier_core import FakeTierCore
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
 from shoal.runtime.engine.fake.step_times import (
     Devices,
@@ -96,6 +97,8 @@ class FakeBackend:
         """Whether there are copies of what peers keep."""
         self.shares = _shares(settings, config.share_weights)
         self.own = FakeOwnCore(engine, self._limits[DP], self._surroundings)
+        self.tier_blocks = settings.tier_blocks
+        self._tiers = [FakeTierCore(engine, self._surroundings)] if settings.tier_blocks else []
         self._lead({})
         for unit in config.units if incarnation == 0 else ():
             if unit.is_group and unit.leader == engine:
@@ -106,7 +109,12 @@ class FakeBackend:
 
     def _lead(self, groups: Mapping[Unit, FakeGroupCore]) -> None:
         self.groups = groups
-        self.cores: Mapping[Unit, FakeCore] = {self.own.unit: self.own, **groups}
+        tiers = {tier.unit: tier for tier in self._tiers}
+        self.cores: Mapping[Unit, FakeCore | FakeTierCore] = {
+            self.own.unit: self.own,
+            **groups,
+            **tiers,
+        }
 
     def _open_group(self, unit: Unit) -> None:
         core = FakeGroupCore(unit, self._limits[unit.layout], self._surroundings)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.results import Copied
+from shoal.runtime.engine.fake.fake_kv import memory_of
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.engine.fake.step_times import Devices, DeviceStep
 from shoal.runtime.protocol.messages import CarriedRequest
@@ -58,8 +59,13 @@ class FakeCopies:
         settings = self._settings
         tokens = sum(max(0, one.carried.computed - one.begin) for one in requests)
         size = settings.token_bytes * tokens
-        links = min(len(self._unit.engines), *(len(one.carried.blocks) for one in requests))
-        seconds = settings.copy_seconds + size / (settings.peer_bytes_per_second * links)
+        if all(one.source.tier for one in requests):
+            seconds = settings.copy_seconds + size / (
+                settings.tier_bytes_per_second * len(self._unit.engines)
+            )
+        else:
+            links = min(len(self._unit.engines), *(len(one.carried.blocks) for one in requests))
+            seconds = settings.copy_seconds + size / (settings.peer_bytes_per_second * links)
         copy = Copy(seconds=seconds, requests=requests, bytes=size)
         self._devices.cut(self._unit, now)
         self._devices.queue(self._unit, copy, now)
@@ -70,7 +76,7 @@ class FakeCopies:
         while self._in_flight and self._in_flight[0].due <= now:
             copy = self._in_flight.pop(0)
             for request, carried, source, _ in copy.requests:
-                blocks = {engine: ids for engine, (ids,) in carried.blocks.items()}
+                blocks = {memory_of(source, of): ids for of, (ids,) in carried.blocks.items()}
                 seen = self._memory.knows((*self._unit.engines, *blocks))
                 if seen and not self._memory.holds(request, carried.computed, blocks, source):
                     request.spoil()

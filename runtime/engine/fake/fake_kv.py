@@ -8,11 +8,19 @@ prefix that is found in the wrong blocks.
 from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import Unit, tier_of
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 
 Blocks = Mapping[int, Sequence[int]]
 """Member engine -> the physical blocks that hold a request's tokens, in order."""
+
+
+def memory_of(unit: Unit, engine: int) -> int:
+    """Return the number of the memory in which a unit has its blocks on an engine.
+
+    It is the engine's number, or another one for the engine's tier.
+    """
+    return -1 - engine if unit.tier else engine
 
 
 class KvMemory:
@@ -26,6 +34,7 @@ class KvMemory:
     def clear(self, engine: int) -> None:
         """Take note of an engine that starts: its blocks hold nothing."""
         self._held[engine] = {}
+        self._held[memory_of(tier_of(engine), engine)] = {}
 
     def knows(self, engines: Iterable[int]) -> bool:
         """Return whether this process sees all that is written to the blocks of these engines."""
@@ -77,6 +86,12 @@ class KvMemory:
                 self._held[engine].pop(block, None)
                 if writer is not None and is_right:
                     self._held[engine][block] = writer, start, start + size
+
+    def wipe(self, blocks: Blocks) -> None:
+        """Let blocks hold nothing of use from now on."""
+        for engine in self._held.keys() & blocks.keys():
+            for block in blocks[engine]:
+                self._held[engine].pop(block, None)
 
     def move(self, engine: int, others: Mapping[int, int]) -> None:
         """Let blocks of an engine hold what others hold, which hold nothing from now on."""

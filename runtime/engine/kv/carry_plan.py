@@ -89,6 +89,7 @@ def pieces(
     group: int,
     pages: KvPages,
     max_sp: int,
+    held: KvPages | None = None,
 ) -> list[Piece]:
     """Return all that a member reads of one KV group.
 
@@ -98,13 +99,14 @@ def pieces(
         engine: the member that reads.
         requests: the requests, with their blocks.
         group: number of the KV group.
-        pages: its pages.
+        pages: its pages where it is to be.
         max_sp: the node's largest SP degree.
+        held: its pages where it is; None: they are alike.
     """
     coming = [request for request in requests if request.begin < request.computed]
     if not coming:
         return []
-    of_source, of_target = pages.page(source.layout), pages.page(target.layout)
+    of_source, of_target = (held or pages).page(source.layout), pages.page(target.layout)
     targets = [request.target[engine][group] for request in coming]
     by_engine = dict[int, Runs]()
     found = list[Piece]()

@@ -5,6 +5,7 @@ read the memory of another one, the KV goes through memory of the host (``staged
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
@@ -14,6 +15,7 @@ from shoal.runtime.engine.kv.kv_pages import KvPages
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
 from shoal.runtime.engine.kv.portions import Copier, Portion
 from shoal.runtime.engine.kv.staged_reader import StagedReader, Wanted
+from shoal.runtime.engine.kv.tier_memory import Tiers
 from shoal.runtime.engine.link.instructions import Arrival, Copied
 
 
@@ -28,6 +30,7 @@ class KvReader:
         peers: those of the others.
         copier: copies between them.
         staged: reads the engines whose buffers cannot be mapped; None: there are none.
+        tiers: the tiers of the node's engines; None: they have none.
     """
 
     def __init__(
@@ -39,10 +42,11 @@ class KvReader:
         peers: PeerBuffers,
         copier: Copier,
         staged: StagedReader | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self._engine, self._max_sp, self._groups = engine, max_sp, groups
         self._own, self._peers, self._copier = own, peers, copier
-        self._staged = staged
+        self._staged, self._tiers = staged, tiers
 
     def read(
         self, source: Unit, target: Unit, requests: Sequence[Arrival], *, beside: bool = False
@@ -63,11 +67,11 @@ class KvReader:
         """
         copy = self._copier.after_steps(beside=beside)
         wanted = list[Wanted]()
-        with self._peers.reading():
+        with self._peers.reading(), self._tiers.reading() if self._tiers else nullcontext():
             portions = [
                 portion
-                for index, pages in enumerate(self._groups)
-                for portion in self._portions(index, pages, source, target, requests, wanted)
+                for index in range(len(self._groups))
+                for portion in self._portions(index, source, target, requests, wanted)
             ]
             direct = copy(portions)
         of_peers, of_host = sum(portion.bytes for portion in portions), self._bytes(wanted)
@@ -89,7 +93,6 @@ class KvReader:
     def _portions(
         self,
         index: int,
-        pages: KvPages,
         source: Unit,
         target: Unit,
         requests: Sequence[Arrival],
@@ -97,26 +100,44 @@ class KvReader:
     ) -> list[Portion]:
         """Return what is read from buffers of one KV group; put the rest into ``wanted``."""
         found = dict[range, list[tuple[Piece, Mapped]]]()
-        for piece in pieces(source, target, self._engine, requests, index, pages, self._max_sp):
-            engine = piece.strip.engine
-            if engine == self._engine:
-                found.setdefault(piece.strip.layers, []).append((piece, self._own))
-            elif self._staged is not None and self._staged.serves(engine):
+        held, pages = self._pages(source, index), self._pages(target, index)
+        for piece in pieces(
+            source, target, self._engine, requests, index, pages, self._max_sp, held
+        ):
+            engine, is_far = piece.strip.engine, not source.tier
+            if is_far and engine != self._engine and self._is_staged(engine):
                 wanted.append(Wanted(engine, index, piece))
             else:
-                buffer = self._peers.buffer(engine)
+                buffer = self._memory(source, engine)
                 found.setdefault(piece.strip.layers, []).append((piece, buffer))
         return [
             Portion(
                 index,
                 pages.token_bytes,
-                pages.side(source.layout, layers),
-                pages.side(target.layout, layers),
+                held.side(source.layout, layers)._replace(packed=source.tier),
+                pages.side(target.layout, layers)._replace(packed=target.tier),
                 of_layers,
-                self._own,
+                self._memory(target, self._engine),
             )
             for layers, of_layers in found.items()
         ]
+
+    def _pages(self, unit: Unit, index: int) -> KvPages:
+        """Return the pages of a KV group where a unit has it."""
+        if not unit.tier:
+            return self._groups[index]
+        assert self._tiers is not None
+        return self._tiers.pages[index]
+
+    def _memory(self, unit: Unit, engine: int) -> Mapped:
+        """Return where a unit has its KV on an engine."""
+        if unit.tier:
+            assert self._tiers is not None
+            return self._tiers.memory(engine)
+        return self._own if engine == self._engine else self._peers.buffer(engine)
+
+    def _is_staged(self, engine: int) -> bool:
+        return self._staged is not None and self._staged.serves(engine)
 
     def _bytes(self, wanted: Sequence[Wanted]) -> int:
         return sum(each.piece.size(self._groups[each.group].token_bytes) for each in wanted)

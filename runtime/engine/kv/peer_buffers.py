@@ -39,6 +39,7 @@ class PeerBuffers:
         engine: this runner's engine.
         memory: how buffers are shared.
         settle: waits until nothing reads mapped memory any more; called from another thread.
+        name: of the files in which buffers of this kind are announced.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class PeerBuffers:
         engine: int,
         memory: KvMemory,
         settle: Callable[[], None] = lambda: None,
+        name: str = "kv",
     ) -> None:
+        self._name = name
         self._directory, self._engine, self._memory = directory, engine, memory
         self._settle = settle
         self._peers: dict[int, _Peer] = {}
@@ -181,4 +184,4 @@ class PeerBuffers:
         return not ended
 
     def _file(self, engine: int) -> Path:
-        return self._directory / f"kv-{engine}"
+        return self._directory / f"{self._name}-{engine}"

@@ -28,6 +28,8 @@ SHARES = "shares"
 SHARES_KV = "shares_kv"
 """The same for why this runner cannot read the KV of the node's other engines; "" if it can. If it
 cannot, requests that come from other engines have to be computed again."""
+TIER_BLOCKS = "tier_blocks"
+"""The same for the blocks of the engine's tier; 0 if this runner cannot read all tiers."""
 STARTUP_EPOCH = 0
 """Epoch of the phase in which each layout's core starts: no bind uses it."""
 

@@ -249,6 +249,8 @@ class Runner:
             value = self._memory.shares
         elif call.method == instructions.SHARES_KV:
             value = self._carrying.problem()
+        elif call.method == instructions.TIER_BLOCKS:
+            value = self._carrying.tier_blocks()
         else:
             value = self._worker.call(call.method, call.args, call.kwargs)
         self._responder.answer(self._worker.unit, call.seq, value)

@@ -1,7 +1,8 @@
 """What a runner does with requests that come to its unit from other engines."""
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,14 @@ from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.groups.rendezvous import LOAD_SECONDS
 from shoal.runtime.engine.kv.host_copy import HostCopier
 from shoal.runtime.engine.kv.kv_memory import HeldBuffer, HostMemory
+from shoal.runtime.engine.kv.kv_pages import KvPages
 from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
 from shoal.runtime.engine.kv.portions import Copier
 from shoal.runtime.engine.kv.staged_reader import Lane, StagedReader
-from shoal.runtime.engine.kv.staging_memory import pins_of
+from shoal.runtime.engine.kv.staging_memory import Pins, pins_of
 from shoal.runtime.engine.kv.staging_server import StagingServer, address_of
+from shoal.runtime.engine.kv.tier_memory import Tiers
 from shoal.runtime.engine.kv.vllm_pages import element_order, pages_of
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.instructions import Arrival, Carry, Copied, CopyAhead
@@ -56,6 +59,7 @@ class TakingUp:
         self._problem = ""
         self._copier: Copier | None = None
         self._reader: KvReader | None = None
+        self._tiers: Tiers | None = None
         self._directory = Path(node.runtime_dir)
         self._peers = PeerBuffers(
             self._directory, engine, loader.buffer.memory, settle=self._settle
@@ -78,6 +82,7 @@ class TakingUp:
         else:
             copier = HostCopier(partial(element_order, model_runner))
         self._copier, pins = copier, pins_of(raw.device)
+        self._tiers = self._make_tiers(pages, pins)
         memory = HostMemory(f"{self._directory.name}-staging")
         address = address_of(self._directory, self._engine)
         StagingServer(address, pages, own, copier, memory, pins)
@@ -85,8 +90,41 @@ class TakingUp:
         lane = partial(Lane, self._directory, pages, own, memory, pins)
         self._staged = StagedReader(lane, self._reaches)
         return KvReader(
-            self._engine, self._node.max_sp, pages, own, self._peers, copier, self._staged
+            self._engine,
+            self._node.max_sp,
+            pages,
+            own,
+            self._peers,
+            copier,
+            self._staged,
+            self._tiers,
         )
+
+    def _make_tiers(self, pages: Sequence[KvPages], pins: Pins) -> Tiers | None:
+        if not self._node.tier_bytes:
+            return None
+        began = time.monotonic()
+        size = self._node.tier_bytes
+        try:
+            tiers = Tiers(self._directory, self._engine, size, pages, pins, self._settle)
+        except NotSharedError as error:
+            log.warning("engine %d has no KV in the host's memory: %s", self._engine, error)
+            return None
+        took = time.monotonic() - began
+        log.info("%d KV blocks in the host's memory, pinned in %.1f s", tiers.blocks, took)
+        return tiers
+
+    def tier_blocks(self) -> int:
+        """Return the blocks of this engine's tier; 0: it has none, or cannot read another one's.
+
+        Waits until all engines of the node have a tier.
+        """
+        if self._tiers is None:
+            return 0
+        problem = self._tiers.open_all(self._node.engines, LOAD_SECONDS)
+        if problem:
+            log.warning("no KV goes to the host's memory: %s", problem)
+        return 0 if problem else self._tiers.blocks
 
     def _settle(self) -> None:
         if self._copier is not None:

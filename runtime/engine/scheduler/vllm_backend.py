@@ -21,6 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 from shoal.policies.values.layouts import DP, Unit, alone
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
+from shoal.runtime.engine.agent.interface import Core
 from shoal.runtime.engine.agent.mixed_steps import mixed_limit
 from shoal.runtime.engine.layouts.adapters import adapter_requests
 from shoal.runtime.engine.layouts.engine_config import engine_config
@@ -38,6 +39,7 @@ from shoal.runtime.engine.link.seams import VLLM_VERSION, check_seams
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 from shoal.runtime.engine.scheduler.vllm_group_core import VllmGroupCore
 from shoal.runtime.engine.scheduler.vllm_own_core import VllmOwnCore
+from shoal.runtime.engine.scheduler.vllm_tier_core import VllmTierCore
 from shoal.runtime.protocol.messages import LayoutLimits, Startup
 
 LOAD_TIMEOUT_SECONDS = 1800.0
@@ -76,29 +78,37 @@ class VllmBackend:
         self.own = self._start_own()
         self.num_blocks = self.own.num_blocks
         self._shares_kv = True
+        self._tiers: list[VllmTierCore] = []
         self._lead(self._start_groups() if incarnation == 0 else {})
         # The answer comes when the groups that this engine is in, but does not lead, have begun.
-        taken, exchanges, weights, self.shares, problem = (
+        taken, exchanges, weights, self.shares, self.tier_blocks, problem = (
             self._inbox.wait(self._ask_runner(method), LOAD_TIMEOUT_SECONDS)
             for method in (
                 instructions.STARTUP_BYTES,
                 instructions.SP_EXCHANGES,
                 instructions.WEIGHT_BYTES,
                 instructions.SHARES,
+                instructions.TIER_BLOCKS,
                 instructions.SHARES_KV,
             )
         )
         self.startup = Startup(self._startup_seconds, taken, exchanges, weights)
         self._shares_kv = not problem
+        if self.tier_blocks:
+            self._tiers = [VllmTierCore(engine, self.tier_blocks, self._own_channel)]
         self._lead(self.groups)
-        *_, widest = self.cores.values()
+        *_, widest = self._stock.values()
         self.ready_response = _ready_response(widest.engine_core.vllm_config)
 
     def _lead(self, groups: Mapping[Unit, VllmGroupCore]) -> None:
         self.groups = groups
-        self.cores: Mapping[Unit, VllmCore] = {self.own.unit: self.own, **groups}
-        for core in self.cores.values():
+        self._stock: Mapping[Unit, VllmCore] = {self.own.unit: self.own, **groups}
+        tiers = {tier.unit: tier for tier in self._tiers}
+        self.cores: Mapping[Unit, Core] = {**self._stock, **tiers}
+        for core in self._stock.values():
             core.share_kv(self._shares_kv)
+        for tier in self._tiers:
+            tier.shares_kv = self._shares_kv
 
     def _start_own(self) -> VllmOwnCore:
         began = time.monotonic()
@@ -201,21 +211,21 @@ class VllmBackend:
                 group_limits=core.group_limits,
                 mixed_tokens=core.sizes.limit,
             )
-            for unit, core in self.cores.items()
+            for unit, core in self._stock.items()
         ]
 
     # --- memory between weights and KV ---
 
     def fill_weights(self, unit: Unit, blocks: int) -> "Future[str]":
         """See ``interface.EngineBackend.fill_weights``."""
-        channel = self.cores[unit].channel
+        channel = self._stock[unit].channel
         seq, answers = channel.expect(unit.size)
         channel.send(instructions.FillWeights(seq, blocks))
         return _of_all(unit, answers, lambda problems: next(filter(None, problems.values()), ""))
 
     def use_weights(self, unit: Unit, share: int) -> "Future[dict[int, int]]":
         """See ``interface.EngineBackend.use_weights``."""
-        channel = self.cores[unit].channel
+        channel = self._stock[unit].channel
         seq, answers = channel.expect(unit.size)
         channel.send(instructions.UseWeights(seq, share))
         return _of_all(unit, answers, lambda weight_bytes: weight_bytes)
@@ -237,7 +247,7 @@ class VllmBackend:
 
     def next_wakeup(self) -> float | None:
         """See ``interface.EngineBackend.next_wakeup``: all but grammars sends a message."""
-        awaited = any(core.awaits_grammar for core in self.cores.values())
+        awaited = any(core.awaits_grammar for core in self._stock.values())
         return GRAMMAR_POLL_SECONDS if awaited else None
 
     # --- vLLM's utility calls ---
@@ -252,7 +262,7 @@ class VllmBackend:
         if method == "get_supported_tasks":
             output.result = UtilityResult(self.own.supported_tasks)
         elif method == "reset_prefix_cache":
-            for core in self.cores.values():
+            for core in self._stock.values():
                 core.evict_prefix_cache()
             output.result = UtilityResult(True)
         elif method == "add_lora" and self._has_adapter(args):

@@ -157,6 +157,8 @@ class Export(Message, frozen=True):
     carry: int
     unit: Unit
     request_ids: list[str]
+    only_decoding: bool = False
+    """Whether those without an output stay: their prompts are not computed yet."""
 
 
 class Allot(Message, frozen=True):

@@ -279,6 +279,8 @@ class EngineReady(Message, frozen=True):
     ready_response: bytes
     startup: Startup = Startup()
     shares: Shares = Shares()
+    tier_blocks: int = 0
+    """KV blocks of the engine's tier, each as large as one of its pool; 0: it has none."""
 
 
 class Prepared(Message, frozen=True):

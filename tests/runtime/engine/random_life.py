@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.layouts import Unit, alone, tier_of
 from shoal.policies.values.partition import Partition, singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
@@ -51,6 +51,7 @@ NODE: dict[str, Any] = {
     "async_scheduling": True,
     "precopy_tokens": 100,
     "kv_cache_memory_bytes": 4 << 20,
+    "tier_bytes": 1 << 20,
 }
 """What a node is started with."""
 
@@ -59,7 +60,7 @@ class Lived(msgspec.Struct):
     """What a life has seen, once all of its requests have ended."""
 
     counts: dict[str, int]
-    """Requests, switches, drains, and moves because of uneven load."""
+    """Requests, switches, drains, moves because of uneven load, and moves from tiers or to them."""
     wrong: list[str]
     """Requests whose tokens are not stock's."""
     directions: dict[str, int]
@@ -68,6 +69,8 @@ class Lived(msgspec.Struct):
     """Requests that were carried without their KV."""
     precopies: int
     """Carries of which something was copied ahead."""
+    parked: int
+    """Requests whose KV has waited in the host's memory."""
     modes: list[dict[str, int]]
     """Steps of each engine, by how they ran."""
     seated: int
@@ -106,6 +109,15 @@ def moves(node: RealNode) -> list[tuple[Unit, Unit]]:
     ]
 
 
+def ways_of_tiers(node: RealNode) -> list[tuple[Unit, Unit]]:
+    """Return the ways on which requests can go to tiers now, or leave them."""
+    cores, units = node.controller.books.requests.cores, node.partition
+    tiers = [tier_of(engine) for engine in range(ENGINES)]
+    there = [(alone(tier.leader), tier) for tier in tiers if alone(tier.leader) in units]
+    back = [(tier, unit) for tier in tiers for unit in units]
+    return [way for way in there + back if way[0] in cores and cores[way[0]].requests]
+
+
 def live(node: RealNode, expected: list[list[int]], operations: int, seed: int = 20) -> Lived:
     """Do so many things at random, and bring all requests to their end.
 
@@ -142,6 +154,9 @@ def live(node: RealNode, expected: list[list[int]], operations: int, seed: int =
         elif chance < 0.55 and (pairs := moves(node)):
             node.even_out(*draw.choice(pairs))
             counts["moves"] += 1
+        elif chance < 0.61 and (ways := ways_of_tiers(node)):
+            node.move(*draw.choice(ways), 3)
+            counts["tiers"] += 1
         else:
             unit: Unit = draw.choice(node.partition)
             which = draw.randrange(len(ALL))
@@ -162,6 +177,7 @@ def live(node: RealNode, expected: list[list[int]], operations: int, seed: int =
         directions=dict(directions),
         computed_twice=carries.fallbacks.total(),
         precopies=carries.precopies.total("copied"),
+        parked=carries.tier_requests.total("parked"),
         modes=[
             {mode: ran.get(mode, 0) for mode in Mode} for ran in node.probe_all(probes.take_modes)
         ],

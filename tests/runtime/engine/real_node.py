@@ -35,7 +35,7 @@ from shoal.policies.registry import POLICIES
 from shoal.policies.values.layouts import Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, singles
 from shoal.policies.values.plan import Dispatch, Plan, Policy, Room
-from shoal.policies.values.snapshot import Snapshot
+from shoal.policies.values.snapshot import Move, Snapshot
 from shoal.runtime.config import (
     MAX_RETRIES,
     Adapter,
@@ -300,6 +300,7 @@ class RealNode:
         precopy_tokens: see ``NodeConfig.precopy_tokens``.
         carry_path: see ``NodeConfig.carry_path``.
         max_pp: see ``NodeConfig.max_pp``.
+        tier_bytes: see ``NodeConfig.tier_bytes``.
         max_sp: see ``NodeConfig.max_sp``; above 1 the node's ``script`` says how steps run.
         whole_experts: see ``NodeConfig.whole_experts``.
         share_weights: see ``NodeConfig.share_weights``.
@@ -320,6 +321,7 @@ class RealNode:
         precopy_tokens: int = 0,
         carry_path: CarryPath = CarryPath.AUTO,
         max_pp: int = 1,
+        tier_bytes: int = 0,
         max_sp: int = 1,
         whole_experts: WholeExperts | None = None,
         share_weights: int = 1,
@@ -345,6 +347,7 @@ class RealNode:
             precopy_tokens=precopy_tokens,
             carry_path=carry_path,
             max_pp=max_pp,
+            tier_bytes=tier_bytes,
             max_sp=max_sp,
             whole_experts=whole_experts,
             share_weights=share_weights,
@@ -716,6 +719,12 @@ class RealNode:
         self.controller._balancing._move(Rebalance(source, destination, sys.maxsize), math.inf)
 
     # --- memory ---
+
+    def move(self, source: Unit, destination: Unit, count: int) -> None:
+        """Carry so many requests of a unit to another one, as a policy may plan; wait for that."""
+        self.until(lambda: self.controller._operations.is_idle, "the end of an operation")
+        self.controller._handovers.begin([Move(source, destination, count)])
+        self.until(lambda: not self.controller._carries.running, "moves")
 
     def ask_memory(self, share: int) -> int:
         """Ask for a share level without waiting; returns the call for ``memory_changed``."""

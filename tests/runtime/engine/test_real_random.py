@@ -50,6 +50,7 @@ def test_no_request_loses_or_repeats_a_token(node: RealNode, model: Path) -> Non
     assert min(lived.counts["requests"], lived.counts["switches"]) > OPERATIONS // 4
     if OPERATIONS >= 500:  # fewer need not try every direction
         assert lived.directions.keys() == DIRECTIONS
+        assert lived.parked > 0
     for ran in lived.modes:
         assert min(ran.values()) > OPERATIONS // 10
     # Random prompts are short, so most switches copy nothing ahead, but some do.

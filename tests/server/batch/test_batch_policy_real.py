@@ -44,6 +44,7 @@ COUNTED = {
     "shoal_departures_total": "left by",
     "shoal_carried_requests_total": "carry",
     "shoal_requests_total": "request",
+    "shoal_tier_requests_total": "tier",
 }
 
 

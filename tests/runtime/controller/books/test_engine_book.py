@@ -1,5 +1,6 @@
 """The book of engines: states follow what happens, and nobody else writes in it."""
 
+import msgspec
 import pytest
 
 from shoal.policies.values.layouts import DP, alone, tensor_parallel
@@ -120,3 +121,12 @@ def test_an_engine_that_is_back_shares_weights_as_at_the_start() -> None:
     book.restart(1, 1)
     book.serve(ready(1))
     assert (book[1].share, book[1].weight_bytes) == (2, 0)
+
+
+def test_tiers_are_used_if_all_engines_have_one() -> None:
+    book = EngineBook(2)
+    book.serve(msgspec.structs.replace(ready(0), tier_blocks=7))
+    book.serve(msgspec.structs.replace(ready(1), tier_blocks=9))
+    assert [book.tier_blocks(engine) for engine in range(2)] == [7, 9]
+    book.serve(ready(1))
+    assert [book.tier_blocks(engine) for engine in range(2)] == [0, 0]

@@ -538,5 +538,5 @@ def test_a_lease_is_large_enough_for_what_is_carried() -> None:
     assert capacity.lease_for(PAIR) == 800 * BLOCK_TOKENS // 2 // 8 + 4
     node.load(alone(0), 150)
     assert capacity.lease_for(PAIR) == 150, "no more than is free"
-    node.books.carries.end(carry)
+    node.books.carries.end(carry, now=0.0)
     assert capacity.lease_for(PAIR) == LEASE_BLOCKS
