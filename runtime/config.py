@@ -15,6 +15,7 @@ from shoal.policies.values.layouts import DP, Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import units_of
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.logs import LogFormat
+from shoal.runtime.whole_experts import WholeExperts
 
 AGING_SECONDS = 30.0
 """Default wait in the task pool that makes up for one class of priority."""
@@ -197,6 +198,9 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """Most pipeline stages of a group; 1: no group has stages. No policy chooses such a group."""
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
     """Decides which steps run in SP."""
+    whole_experts: WholeExperts | None = None
+    """In which steps members of a group compute whole experts, if others divide each expert; None:
+    in none."""
     share_weights: int = 1
     """How many adjacent engines share the MLPs' weights at the start, each keeping one part of so
     many. Layouts of fewer members stream what their engines do not keep. While the node serves,

@@ -23,11 +23,19 @@ from vllm.logger import configure_logging_if_needed
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.import_utils import has_triton_kernels
 
 from shoal.policies.values.kv_geometry import KvGeometry
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import Facts, LayoutConfigs
-from shoal.runtime.served_weights import MXFP4_QUANTISATIONS, widest_share
+from shoal.runtime.served_weights import (
+    HOPPER_MXFP4_UNIT,
+    MXFP4_BACKENDS,
+    MXFP4_QUANTISATIONS,
+    STORED_MXFP4_UNIT,
+    widest_share,
+)
+from shoal.runtime.whole_experts import WholeExperts
 
 DEFAULT_BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 """Smallest block of the attention backends: 32 tokens on CPUs, 16 with FlashAttention."""
@@ -111,7 +119,10 @@ def dp_config(engine_args: AsyncEngineArgs) -> VllmConfig:
 
 
 def layout_configs(
-    engine_args: AsyncEngineArgs, dp: VllmConfig, layouts: Sequence[Layout]
+    engine_args: AsyncEngineArgs,
+    dp: VllmConfig,
+    layouts: Sequence[Layout],
+    whole: WholeExperts | None = None,
 ) -> LayoutConfigs:
     """Return the configurations of a node's layouts.
 
@@ -119,6 +130,7 @@ def layout_configs(
         engine_args: the arguments from which ``dp_config`` made ``dp``.
         dp: the configuration of DP.
         layouts: the node's layouts, DP first.
+        whole: see ``NodeConfig.whole_experts``.
 
     Raises:
         ConfigurationDiffersError: a group would answer requests differently from DP.
@@ -126,7 +138,9 @@ def layout_configs(
     geometry = geometry_of(dp)
     configs = {DP: dp}
     for layout in layouts[1:]:
-        configs[layout] = _group_config(engine_args, dp, layout, geometry.block(layout).tokens)
+        by_number = _divides_experts(dp, layout, whole)
+        tokens = geometry.block(layout).tokens
+        configs[layout] = _group_config(engine_args, dp, layout, tokens, by_number=by_number)
     maybe_register_config_serialize_by_value()  # for ForkingPickler
     given = (engine_args, engine_args.compilation_config)
     sizes = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
@@ -149,14 +163,19 @@ def geometry_of(dp: VllmConfig) -> KvGeometry:
 
 
 def _group_config(
-    engine_args: AsyncEngineArgs, dp: VllmConfig, layout: Layout, block_tokens: int
+    engine_args: AsyncEngineArgs,
+    dp: VllmConfig,
+    layout: Layout,
+    block_tokens: int,
+    *,
+    by_number: bool,
 ) -> VllmConfig:
     """Return vLLM's configuration for the same arguments, except how members share the model."""
     arguments = copy.copy(engine_args)
     arguments.tensor_parallel_size = layout.tp
     arguments.pipeline_parallel_size = layout.pp
     arguments.block_size = block_tokens
-    arguments.enable_expert_parallel = _divides_experts(dp, layout)
+    arguments.enable_expert_parallel = by_number
     may_differ: tuple[str, ...] = ()
     if layout.pp > 1:
         # vLLM's V1 model runner cannot do both; nodes with pipelines have no other
@@ -173,15 +192,34 @@ def _group_config(
     return config
 
 
-def _divides_experts(dp: VllmConfig, layout: Layout) -> bool:
-    """Return whether members have whole experts, because shares of each could be no views."""
+def _divides_experts(dp: VllmConfig, layout: Layout, whole: WholeExperts | None) -> bool:
+    """Return whether members have whole experts in all steps.
+
+    They do if the user wants it, or if shares of each expert could be no views.
+    """
     text = dp.model_config.hf_text_config
-    if not dp.model_config.is_moe:
+    if not dp.model_config.is_moe or layout.tp == 1:
         return False
-    if dp.model_config.quantization in MXFP4_QUANTISATIONS:
-        return layout.tp > 1
+    if whole is not None and whole.always:
+        return True
     size = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    if dp.model_config.quantization in MXFP4_QUANTISATIONS:
+        unit = _packed_unit(dp)
+        return unit is None or -(-size // unit) < layout.tp
     return widest_share(size, _block_rows(dp), layout.tp) < layout.tp
+
+
+def _packed_unit(dp: VllmConfig) -> int | None:
+    """Return how many inner features of an expert in MXFP4 are divided together; None: all.
+
+    See ``engine.kernels.mxfp4_shares``, whose units these are. Engines make sure at their start.
+    """
+    if current_platform.is_cpu():
+        return STORED_MXFP4_UNIT
+    triton = dp.kernel_config.moe_backend in ("auto", MXFP4_BACKENDS[0])
+    if triton and current_platform.is_device_capability(90) and has_triton_kernels():
+        return HOPPER_MXFP4_UNIT
+    return None
 
 
 def _block_rows(dp: VllmConfig) -> int:

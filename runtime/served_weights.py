@@ -56,8 +56,14 @@ FP8_QUANTISATIONS = frozenset(
 MXFP4_QUANTISATIONS = frozenset({"gpt_oss_mxfp4"})
 """vLLM's names of quantisations whose experts it packs one by one, and nothing else.
 
-A layout beyond DP has ranges of whole experts (expert parallel), which are views of what is packed.
+A layout beyond DP has parts of what is packed: ranges of whole experts (expert parallel), or shares
+of each, of these units.
 """
+
+STORED_MXFP4_UNIT = 32
+"""Inner features of an expert that are divided together where experts stay as they are stored."""
+HOPPER_MXFP4_UNIT = 128
+"""The same where they are packed for vLLM's Triton kernel on Hopper."""
 
 MXFP4_BACKENDS = ("triton", "marlin", "flashinfer_trtllm")
 """vLLM's names of kernels that read such experts from a range of what was packed for all.

@@ -56,6 +56,8 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.groups.rendezvous",
         "shoal.runtime.engine.kernels.expert_kernels",
         "shoal.runtime.engine.kernels.expert_methods",
+        "shoal.runtime.engine.kernels.grouped_activation_kernel",
+        "shoal.runtime.engine.kernels.mxfp4_shares",
         "shoal.runtime.engine.kernels.kv_copy_kernel",
         "shoal.runtime.engine.kernels.fp8_methods",
         "shoal.runtime.engine.kernels.library_gemms",
@@ -118,6 +120,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.sequence.piecewise_graphs",
         "shoal.runtime.engine.sequence.sequence_plan",
         "shoal.runtime.engine.sequence.ulysses",
+        "shoal.runtime.engine.weights.experts_by_length",
         "shoal.runtime.engine.weights.rules.attention",
         "shoal.runtime.engine.weights.rules.dense",
         "shoal.runtime.engine.weights.rules.experts",
@@ -159,6 +162,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
 
 ONLY_ON_GPUS = frozenset(
     {
+        "shoal.runtime.engine.kernels.grouped_activation_kernel",
         "shoal.runtime.engine.kernels.kv_copy_kernel",
         "shoal.runtime.engine.kernels.partitioned_linear_kernel",
         "shoal.runtime.engine.kernels.words_in_memory",

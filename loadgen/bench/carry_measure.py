@@ -87,33 +87,72 @@ async def carried(
     Raises:
         RequestFailedError: a switch or a stream failed.
     """
-    alone, together = system.layouts[0], system.layouts[-1]
-    bench = Bench(client, system, alone, sizes, random.Random(carry_name(requests, prompt_tokens)))
-    prompts = [bench.prompt(prompt_tokens) for _ in range(requests)]
+    bench = Bench(
+        client, system, system.layouts[0], sizes, random.Random(carry_name(requests, prompt_tokens))
+    )
+    lots = list[_Lot]()
+    for begun in range(0, sizes.carry_switches, sizes.carry_lot):
+        size = min(sizes.carry_lot, sizes.carry_switches - begun)
+        prompts = [bench.prompt(prompt_tokens) for _ in range(requests)]
+        lots.append(await _lot(bench, prompts, size))
+        if len(lots[-1].releases) < size:
+            break  # a request has all of its tokens
+    return {
+        "requests": requests,
+        "prompt_tokens": prompt_tokens,
+        "bind": of_direction([(lot.binds, lot.times) for lot in lots], sizes.carry_steps),
+        "release": of_direction([(lot.releases, lot.times) for lot in lots], sizes.carry_steps),
+        "copies": {name: sum(lot.copies[name] for lot in lots) for name in lots[0].copies},
+        "prefilled_again": sum(lot.prefilled_again for lot in lots),
+        "compared_tokens": sum(lot.compared for lot in lots),
+        "longest": prompt_tokens + max(lot.longest for lot in lots),
+        "distinct_tokens": min(lot.distinct for lot in lots),
+        "differing": sum(lot.differing for lot in lots),
+        "differing_without_switch": sum(lot.differing_without_switch for lot in lots),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Lot:
+    """Some switches, for the same requests."""
+
+    binds: list[CarrySwitch]
+    releases: list[CarrySwitch]
+    times: list[list[float]]
+    copies: dict[str, float]
+    prefilled_again: int
+    compared: int
+    longest: int
+    distinct: int
+    differing: int
+    differing_without_switch: int
+
+
+async def _lot(bench: Bench, prompts: Sequence[Prompt], switches: int) -> _Lot:
+    """Bind and release the engines so often while some prompts are answered."""
+    client, alone, together = bench.client, bench.layout, bench.system.layouts[-1]
     async with _streaming(bench, prompts) as running:
         before = await client.text("/metrics")
-        switches = await _rounds(bench, running, together)
+        found = await _rounds(bench, running, together, switches)
     after = await client.text("/metrics")
-    again = prefill_tokens(after) - prefill_tokens(before)
-    times = [stream.times for stream in running.streams]
     got = [stream.tokens for stream in running.streams]
     counts = [len(tokens) for tokens in got]
     apart, joint = [
         await _without_switch(client, one, prompts, counts) for one in (alone, together)
     ]
     await switch(client, alone, "sequential")
-    return {
-        "requests": requests,
-        "prompt_tokens": prompt_tokens,
-        "bind": of_direction(switches.binds, times, sizes.carry_steps),
-        "release": of_direction(switches.releases, times, sizes.carry_steps),
-        "copies": {name: value - copies(before)[name] for name, value in copies(after).items()},
-        "prefilled_again": again,
-        "compared_tokens": sum(counts),
-        "distinct_tokens": min(len(set(tokens)) for tokens in got),
-        "differing": count_differing(apart, got),
-        "differing_without_switch": count_differing(apart, joint),
-    }
+    return _Lot(
+        binds=found.binds,
+        releases=found.releases,
+        times=[stream.times for stream in running.streams],
+        copies={name: value - copies(before)[name] for name, value in copies(after).items()},
+        prefilled_again=prefill_tokens(after) - prefill_tokens(before),
+        compared=sum(counts),
+        longest=max(counts),
+        distinct=min(len(set(tokens)) for tokens in got),
+        differing=count_differing(apart, got),
+        differing_without_switch=count_differing(apart, joint),
+    )
 
 
 async def bystanders(client: Client, *, system: System, sizes: Sizes) -> dict[str, Any]:
@@ -129,7 +168,7 @@ async def bystanders(client: Client, *, system: System, sizes: Sizes) -> dict[st
     bench = Bench(client, system, alone, sizes, random.Random(BYSTANDERS))
     prompts = [bench.prompt(prompt_tokens) for _ in range(max(requests, len(alone.units)))]
     async with _streaming(bench, prompts) as running:
-        switches = await _rounds(bench, running, pair)
+        switches = await _rounds(bench, running, pair, sizes.carry_switches)
     names = {",".join(map(str, unit)) for unit in others}
     times = [stream.times for stream in running.streams if stream.unit in names]
     return {
@@ -216,8 +255,8 @@ class _Switches:
     releases: list[CarrySwitch] = field(default_factory=list)
 
 
-async def _rounds(bench: Bench, running: Running, together: Layout) -> _Switches:
-    """Bind and release, until there are enough switches or a stream has all of its tokens.
+async def _rounds(bench: Bench, running: Running, together: Layout, switches: int) -> _Switches:
+    """Bind and release so often, unless a stream has all of its tokens before.
 
     After each switch every stream goes on for some tokens, and then for a random time: otherwise
     all switches would begin at the same moment of a step.
@@ -225,7 +264,7 @@ async def _rounds(bench: Bench, running: Running, together: Layout) -> _Switches
     found = _Switches()
     with _without_collection():
         await running.grow(bench.sizes.carry_steps)  # the client may just have been busy
-        for _ in range(bench.sizes.carry_switches):
+        for _ in range(switches):
             for layout, ones in ((together, found.binds), (bench.layout, found.releases)):
                 await asyncio.sleep(bench.rng.uniform(0, bench.sizes.pause_seconds))
                 begun = time.perf_counter()

@@ -63,6 +63,8 @@ class Sizes(msgspec.Struct, frozen=True):
     """Requests on the node that switches carry, and the prompt tokens of each."""
     carry_switches: int = 100
     """Binds of each case, and releases."""
+    carry_lot: int = 4
+    """After so many of both, other requests run, because requests grow from switch to switch."""
     carry_tokens: int = 8192
     """The most output tokens of each of them; a case ends earlier if a request has them all."""
     carry_steps: int = 8

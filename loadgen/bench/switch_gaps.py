@@ -106,13 +106,12 @@ def longest_before(streams: Sequence[Times], switch: CarrySwitch, steps: int) ->
 
 
 def of_direction(
-    switches: Sequence[CarrySwitch], streams: Sequence[Times], steps: int
+    lots: Sequence[tuple[Sequence[CarrySwitch], Sequence[Times]]], steps: int
 ) -> dict[str, Any]:
     """Return the figures of all binds, or of all releases, in JSON's types and seconds.
 
     Args:
-        switches: in order.
-        streams: the times of every stream that ran in all of them.
+        lots: switches in order, each lot with the times of every stream that ran in all of them.
         steps: intervals of each stream between two switches, of which an ordinary step's time is
             the median.
 
@@ -124,9 +123,12 @@ def of_direction(
         ``duration``: the controller's. ``carried``, ``recomputed``, ``moved`` and ``paused`` are
         sums over the switches; ``recomputed`` is by reason.
     """
-    gaps = [longest_gap_of(streams, switch) for switch in switches]
-    before = [step_before(streams, switch, steps) for switch in switches]
-    longest = [longest_before(streams, switch, steps) for switch in switches]
+    gaps, before, longest = list[float](), list[float](), list[float]()
+    for some, streams in lots:
+        gaps += [longest_gap_of(streams, switch) for switch in some]
+        before += [step_before(streams, switch, steps) for switch in some]
+        longest += [longest_before(streams, switch, steps) for switch in some]
+    switches = [switch for some, _ in lots for switch in some]
     recomputed: Counter[str] = Counter()
     for switch in switches:
         recomputed.update(switch.recomputed)

@@ -234,8 +234,8 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     vllm_config = vllm_options.make_vllm_config(engine_args)
     settle_share(args, vllm_config, engines, vllm_options.gpu_memory() if on_gpus else 0)
     _settle(args, vllm_config, max_group, on_gpus=on_gpus)
-    layouts = _configured_layouts(args, max_group, vllm_config)
-    configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts)
+    whole, layouts = args.whole_experts, _configured_layouts(args, max_group, vllm_config)
+    configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts, whole)
     gpu = vllm_options.gpu_name() if gpus else None
     cost_model, fit = _costs(args, vllm_config, engines, gpu, say)
     if cost_model is None and asked_for is None:
@@ -271,6 +271,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         share_weights=args.share_weights,
         move_memory=args.move_memory,
         shift_threshold=args.shift_threshold,
+        whole_experts=whole,
         recording_dir=args.recording_dir,
         log_format=args.log_format,
         tracing=args.otlp_traces_endpoint is not None,

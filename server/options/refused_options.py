@@ -40,7 +40,7 @@ _REFUSED: Mapping[str, Sequence[str]] = {
     "context parallel is not supported": (
         *("decode_context_parallel_size", "prefill_context_parallel_size"),
     ),
-    "Shoal chooses itself how each layout divides experts": ("enable_expert_parallel",),
+    "use --whole-experts, which says it of groups": ("enable_expert_parallel",),
     "copies of experts are not supported": ("enable_eplb", "enable_elastic_ep"),
     "returning which experts computed a token is not supported": ("enable_return_routed_experts",),
     "every member of a group samples all of its requests": ("enable_batch_sharded_sampling",),

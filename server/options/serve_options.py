@@ -32,6 +32,7 @@ from shoal.server.gate.bounds import DEFAULTS as DEFAULT_BOUNDS
 from shoal.server.gate.bounds import add_bounds_options, check_bounds_options
 from shoal.server.number_options import add_number, check_at_least, check_positive, flag_of
 from shoal.server.options.adapter_options import check_adapters
+from shoal.server.options.experts_option import add_experts_option
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
 from shoal.server.options.fit_options import add_fit_options, check_fit_options
 from shoal.server.options.mixed_step_option import add_mixed_option
@@ -122,6 +123,7 @@ def _add_layout_options(group: argparse._ArgumentGroup) -> None:
         help="most pipeline stages of a group; above 1, operators may ask for groups with stages; "
         "no policy does (default: %(default)s)",
     )
+    add_experts_option(group)
     add_policy_option(group)
 
 
@@ -383,7 +385,7 @@ def serves_demo(args: Namespace, default_of: Callable[[str], Any]) -> bool:
 
 
 def model_defaults(engines: int, *, on_cpu: bool, demo: bool) -> dict[str, Any]:
-    """Return the defaults by which Shoal replaces vLLM's.
+    """Return the defaults that depend on the machine and the model; most replace vLLM's.
 
     They are set in the parser, so a value that the user gives always takes precedence.
 
@@ -395,7 +397,7 @@ def model_defaults(engines: int, *, on_cpu: bool, demo: bool) -> dict[str, Any]:
     """
     defaults: dict[str, Any] = {"api_server_count": 1 if on_cpu else engines}
     if on_cpu:
-        defaults["kv_cache_memory_bytes"] = CPU_KV_BYTES
+        defaults |= {"kv_cache_memory_bytes": CPU_KV_BYTES, "whole_experts": "never"}
     if demo:
         defaults |= {
             "model": str(DEMO_CHECKPOINT),

@@ -12,8 +12,13 @@ vLLM schedules steps ahead."""
 EAGLE, EAGLE_3 = "eagle", "eagle3"
 """vLLM's names of two methods with a draft model, which reads hidden states of the model."""
 METHODS = (NGRAM, NGRAM_ON_DEVICE, EAGLE, EAGLE_3)
-DRAFT_ARCHITECTURES = frozenset({"EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM"})
-"""VLLM's classes of draft models that tests have run in all layouts."""
+DRAFT_ARCHITECTURES = frozenset(
+    {"EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"}
+)
+"""VLLM's names of draft models whose classes tests have run in all layouts.
+
+The last two are one class, for which published checkpoints have either name.
+"""
 DRAFT_MODEL_OPTIONS = frozenset(
     {"method", "model", "revision", "code_revision", "num_speculative_tokens"}
 )

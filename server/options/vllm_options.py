@@ -18,6 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.layout_configs import dp_config, layout_configs, prepare
+from shoal.runtime.whole_experts import WholeExperts
 from shoal.server.errors import UserError, one_line
 from shoal.server.options.adapter_options import adapters_of, make_room
 from shoal.server.options.image_options import images_alone
@@ -168,7 +169,10 @@ def make_vllm_config(engine_args: AsyncEngineArgs) -> Any:
 
 
 def make_layout_configs(
-    engine_args: AsyncEngineArgs, vllm_config: Any, layouts: Sequence[Layout]
+    engine_args: AsyncEngineArgs,
+    vllm_config: Any,
+    layouts: Sequence[Layout],
+    whole: WholeExperts | None = None,
 ) -> LayoutConfigs:
     """Return vLLM's configuration in the form that all processes of the node are given.
 
@@ -176,11 +180,12 @@ def make_layout_configs(
         engine_args: the arguments that ``vllm_config`` was made from.
         vllm_config: see ``make_vllm_config``.
         layouts: the layouts that engines have, DP first.
+        whole: see ``NodeConfig.whole_experts``.
 
     Raises:
         UserError: vLLM refuses a layout.
     """
     try:
-        return layout_configs(engine_args, vllm_config, layouts)
+        return layout_configs(engine_args, vllm_config, layouts, whole)
     except Exception as error:  # see make_vllm_config
         raise UserError(one_line(error)) from error

@@ -31,6 +31,7 @@ from shoal.runtime.layout_configs import (
     prepare,
     take,
 )
+from shoal.runtime.whole_experts import parse
 from shoal.server.options.serve_options import DEMO_CHECKPOINT
 
 TP2 = Layout(tp=2)
@@ -92,13 +93,55 @@ def test_members_have_whole_experts_where_a_share_would_be_no_view(
     assert _by_expert(layout_configs(args, dp, layouts_up_to(8))) == by_expert
 
 
-def test_members_have_whole_experts_where_vllm_packs_them(tmp_path: Path) -> None:
-    """As of GPT-OSS in MXFP4; without its quantisation a share of each expert is a view."""
-    shape = dummy_model.read_shape("gpt-oss-20b")
-    for config, by_expert in (({}, (2, 4, 8)), ({"quantization_config": None}, ())):
-        dummy_model.write_model(tmp_path, shape | config)
+def test_members_of_gpt_oss_have_shares_where_these_are_views(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its quantisation they always are. In MXFP4 it depends on the GPU and the kernel."""
+
+    def found(**shape: Any) -> tuple[int, ...]:
+        dummy_model.write_model(tmp_path, dummy_model.read_shape("gpt-oss-20b") | shape)
         args = prepare(AsyncEngineArgs(model=str(tmp_path)), api_servers=1)
-        assert _by_expert(layout_configs(args, dp_config(args), layouts_up_to(8))) == by_expert
+        return _by_expert(layout_configs(args, dp_config(args), layouts_up_to(8)))
+
+    assert found(quantization_config=None) == ()
+    assert found() == (), "on CPUs, where they stay as a checkpoint has them"
+    for unit, by_expert in ((128, ()), (512, (8,)), (None, (2, 4, 8))):
+        monkeypatch.setattr(module, "_packed_unit", lambda _, unit=unit: unit)
+        assert found() == by_expert
+
+
+@pytest.mark.parametrize(
+    ("backend", "capability", "triton_kernels", "unit"),
+    [
+        ("auto", 90, True, 128),
+        ("triton", 90, True, 128),
+        ("marlin", 90, True, None),
+        ("auto", 90, False, None),
+        ("auto", 100, True, None),
+        ("auto", 80, True, None),
+    ],
+)
+def test_the_kernel_and_the_gpu_say_what_is_packed_together(
+    backend: str,
+    capability: int,
+    triton_kernels: bool,
+    unit: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = {"is_cpu": lambda: False, "is_device_capability": lambda of: of == capability}
+    monkeypatch.setattr(module, "current_platform", SimpleNamespace(**gpu))
+    monkeypatch.setattr(module, "has_triton_kernels", lambda: triton_kernels)
+    config: Any = SimpleNamespace(kernel_config=SimpleNamespace(moe_backend=backend))
+    assert module._packed_unit(config) == unit
+
+
+@pytest.mark.parametrize("shape", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_a_user_may_have_whole_experts_in_all_steps(shape: str, tmp_path: Path) -> None:
+    dummy_model.write_model(tmp_path, dummy_model.read_shape(shape))
+    args = prepare(AsyncEngineArgs(model=str(tmp_path)), api_servers=1)
+    for spelled, by_expert in (("0", (2, 4, 8)), ("64", ()), ("auto", ())):
+        configs = layout_configs(args, dp_config(args), layouts_up_to(8), parse(spelled))
+        assert _by_expert(configs) == by_expert
 
 
 def _by_expert(configs: LayoutConfigs) -> tuple[int, ...]:

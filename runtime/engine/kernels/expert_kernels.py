@@ -47,6 +47,11 @@ class GroupedTritonExperts(TritonExperts):  # type: ignore[misc]
         self, activation: Any, output: torch.Tensor, grouped: torch.Tensor, **_: Any
     ) -> None:
         """Write ``[rows, intermediate]`` in stock order for ``[rows, groups * (gate|up)]``."""
+        if self.groups > 1 and output.is_cuda and activation == MoEActivation.SILU:
+            from shoal.runtime.engine.kernels import grouped_activation_kernel  # where GPUs are
+
+            grouped_activation_kernel.silu_and_mul(output, grouped, self.groups)
+            return
         apply_moe_activation(
             activation, _by_group(output, self.groups), _by_group(grouped, self.groups)
         )

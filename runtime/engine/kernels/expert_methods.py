@@ -4,6 +4,7 @@ Every layout has the same kernel: vLLM's Triton kernel, which reads experts by t
 other kernels pack or pad experts when they are loaded.
 """
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -38,7 +39,23 @@ _FP8 = (
 """vLLM's methods of FP8 experts, for each of ``FP8_QUANTISATIONS``."""
 
 
-class InPlaceExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
+class ByLength:
+    """A method of experts that some steps compute by another layer: ``layer.shoal_whole``.
+
+    vLLM calls a layer's method inside an operator, which knows how many tokens the step has. A CUDA
+    graph is captured for one number of tokens, so it holds what was chosen for that number.
+    """
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, **others: Any) -> Any:
+        """Return what the layer computes of ``x``, ``[tokens, hidden]``, padding included."""
+        whole = getattr(layer, "shoal_whole", None)
+        # On CPUs there is no such operator, and code that is compiled cannot ask for a length.
+        if whole is not None and not torch.compiler.is_compiling():
+            layer = whole if x.shape[0] in layer.shoal_whole_steps else layer
+        return layer.quant_method.compute(layer=layer, x=x, **others)
+
+
+class InPlaceExperts(ByLength, UnquantizedFusedMoEMethod):  # type: ignore[misc]
     """Experts in 16 or 32 bits, whose weights, their own or views, stay as they are.
 
     Args:
@@ -57,6 +74,14 @@ class InPlaceExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         else:
             _check_backend(self.unquantized_backend, UnquantizedMoeBackend.TRITON)
             self.experts_cls = GroupedTritonExperts
+
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what vLLM's method computes."""
+        return UnquantizedFusedMoEMethod.apply(self, *args, **kwargs)
+
+    def for_whole(self, moe: Any) -> "InPlaceExperts":
+        """Return the method of the layer ``shoal_whole``, of this configuration."""
+        return InPlaceExperts(moe, meta=True)
 
     def create_weights(self, *args: Any, **kwargs: Any) -> None:
         """Create the weights."""
@@ -115,7 +140,7 @@ class PlainFp8Experts(Fp8MoEMethod):  # type: ignore[misc]
         self._init_moe_kernel(layer)
 
 
-class ViewedFp8Experts(FusedMoEMethodBase):  # type: ignore[misc]
+class ViewedFp8Experts(ByLength, FusedMoEMethodBase):  # type: ignore[misc]
     """vLLM's method of FP8 experts on views: it creates no weights and processes none.
 
     Args:
@@ -154,6 +179,12 @@ class ViewedFp8Experts(FusedMoEMethodBase):  # type: ignore[misc]
         """Return the scales, which are the layer's views."""
         return self.method.get_fused_moe_quant_config(layer)
 
-    def apply(self, *args: Any, **kwargs: Any) -> Any:
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
         """Return what vLLM's method computes with the views."""
         return self.method.apply(*args, **kwargs)
+
+    def for_whole(self, moe: Any) -> "ViewedFp8Experts":
+        """Return the method of the layer ``shoal_whole``, of this configuration."""
+        method = copy.copy(self.method)
+        method.moe, method.moe_kernel = moe, None
+        return ViewedFp8Experts(method)

@@ -1,10 +1,11 @@
-"""GPT-OSS's experts in MXFP4: vLLM packs DP's for its kernel, other layouts read ranges of these.
+"""GPT-OSS's experts in MXFP4: vLLM packs DP's for its kernel, other layouts read parts of these.
 
 What an expert is packed to depends on that expert alone, and experts follow each other in memory.
-So a member of a group has a range of whole experts (expert parallel), whose bytes are DP's own. A
-share of every expert would be no view. Whether all of this holds depends on the kernel, the GPU and
-the shape, so each start makes sure: vLLM packs two experts alone as well, and each byte of these
-must be where the range of these two is in what was packed for all.
+So a member of a group may have a range of whole experts (expert parallel), whose bytes are DP's
+own. For some kernels a share of every expert is a view, too (``mxfp4_shares``). Whether all of this
+holds depends on the kernel, the GPU and the shape, so each start makes sure: vLLM packs two experts
+alone as well, and shares of these two, and each byte must be where the range of these two, and
+their share, is in what was packed for all.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ from vllm.model_executor.layers.quantization.utils.mxfp4_utils import (
 from vllm.platforms import current_platform
 
 from shoal.runtime.engine.kernels.expert_kernels import PlainExperts
+from shoal.runtime.engine.kernels.mxfp4_shares import AS_STORED, FOR_HOPPER, Cuts, Packed
 from shoal.runtime.served_weights import MXFP4_BACKENDS
 
 KERNELS = (
@@ -34,14 +36,13 @@ KERNELS = (
     Mxfp4MoeBackend.FLASHINFER_TRTLLM_MXFP4_MXFP8,
 )
 """Those for which vLLM packs each expert by itself: ``MXFP4_BACKENDS`` names them."""
+HOPPER = 90
+"""vLLM's number of the generation of GPUs for which shares are known (``mxfp4_shares``)."""
 ALIGNMENT = 16
 """Bytes. A range begins at a multiple: kernels and the GPU's copies (TMA) read so much at once."""
 
 _OTHERS = f"--moe-backend can name another: {', '.join(MXFP4_BACKENDS)}"
 """What to do where vLLM's choice of a kernel is not served."""
-
-Packed = Any
-"""A tensor of all experts of a layer, or a ``triton_kernels.tensor.Tensor`` around one."""
 
 _TENSORS = ("w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
 """What a layer has, in the order in which vLLM's conversion takes and returns it."""
@@ -63,6 +64,12 @@ class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
     """
 
     views = False
+
+    @property
+    def cuts(self) -> Cuts | None:
+        """How experts can be divided among members; None: only by their number."""
+        hopper = current_platform.is_device_capability(HOPPER)
+        return FOR_HOPPER if self.mxfp4_backend == Mxfp4MoeBackend.TRITON and hopper else None
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
@@ -87,25 +94,59 @@ class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
         if self.views:
             self._make_kernel(layer)
             return
-        experts = layer.w13_weight.shape[0]
+        experts, features = layer.w13_weight.shape[0], self.intermediate_size
         two = slice(experts - 2, experts)
         alone = self._pack(layer, two)
+        shares = self._divided(features)
+        divided = [self._pack(layer, two, share) for share in shares]
         super().process_weights_after_loading(layer)
         packed = packed_experts(layer)
         for key, expected in alone.items():
             if not _are_equal(range_of(packed[key], two, experts), expected):
-                raise NotImplementedError(
-                    f"{self.mxfp4_backend.value}, vLLM's kernel for these experts, packs the {key} "
-                    f"of two experts unlike their range in that of all; {_OTHERS}"
-                )
+                raise self._refusal(f"the {key} of two experts unlike their range in that of all")
+        for share, expected in zip(shares, divided, strict=True):
+            self._check_share(packed, share, two, expected)
         _show(layer, packed)
 
-    def _pack(self, layer: nn.Module, own: slice) -> dict[str, Packed]:
-        """Return what vLLM packs for its kernel if a layer has no other experts than these."""
+    def _divided(self, features: int) -> list[range]:
+        """Return two shares that together are all features, if there are shares.
+
+        The first ends where any other share may begin.
+        """
+        if self.cuts is None or features <= self.cuts.unit:
+            return []
+        return [range(self.cuts.unit), range(self.cuts.unit, features)]
+
+    def _check_share(
+        self, packed: dict[str, Packed], share: range, own: slice, expected: dict[str, Packed]
+    ) -> None:
+        assert self.cuts is not None
+        for key, cut in self.cuts.of.items():
+            if key not in packed:
+                continue
+            found = cut.take(packed[key], share)
+            if not _are_alike(_of_some(found, own), expected[key]):
+                raise self._refusal(f"the {key} of a share unlike the share of that of all")
+
+    def _refusal(self, what: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"{self.mxfp4_backend.value}, vLLM's kernel for these experts, packs {what}; {_OTHERS}"
+        )
+
+    def _pack(self, layer: nn.Module, own: slice, share: range | None = None) -> dict[str, Packed]:
+        """Return what vLLM packs for its kernel if a layer has no other experts than these.
+
+        Args:
+            layer: has the experts as a checkpoint has them.
+            own: which of them.
+            share: their features; None: all.
+        """
         part = nn.Module()
         part.params_dtype = layer.params_dtype
         for key in _TENSORS:
             tensor = layer._parameters.get(key)
+            if tensor is not None and share is not None and key in AS_STORED.of:
+                tensor = AS_STORED.of[key].take(tensor, share)
             copy = None if tensor is None else Parameter(tensor.data[own].clone(), False)
             part.register_parameter(key, copy)
         packed = mxfp4.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format(
@@ -124,14 +165,42 @@ class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
             NotImplementedError: they cannot be read in place, or vLLM has chosen another kernel for
                 this layout than for DP.
         """
+        packed = self._packed(full)
+        views = {key: range_of(packed[key], own, full.local_num_experts) for key in packed}
+        self._have(layer, full, views)
+
+    def view_share(self, layer: nn.Module, full: nn.Module, rank: int, members: int) -> None:
+        """Let a layer of this method have a share of each expert of DP's layer ``full``.
+
+        Raises:
+            NotImplementedError: a share cannot be read in place, or vLLM has chosen another kernel
+                for this layout than for DP.
+        """
+        packed = self._packed(full)
+        if self.cuts is None:
+            raise NotImplementedError(
+                "vLLM divides each expert, and a share of a packed one is no view; "
+                "--whole-experts 0 divides experts by number"
+            )
+        share = self.cuts.share(full.quant_method.intermediate_size, rank, members)
+        views = {key: cut.take(packed[key], share) for key, cut in self.cuts.of.items()}
+        if rank == 0:  # as vLLM's loader has it, the first member alone adds this bias
+            views["w2_bias"] = packed["w2_bias"]
+        self._have(layer, full, views)
+        if rank > 0:
+            layer.register_parameter("w2_bias", None)
+
+    def _packed(self, full: nn.Module) -> dict[str, Packed]:
         whole = full.quant_method
         if whole.mxfp4_backend != self.mxfp4_backend:
             raise NotImplementedError(
                 f"vLLM's kernel for these experts is {self.mxfp4_backend.value} in this layout, "
                 f"and {whole.mxfp4_backend.value} in DP"
             )
-        packed = packed_experts(full)
-        views = {key: range_of(packed[key], own, full.local_num_experts) for key in packed}
+        return packed_experts(full)
+
+    def _have(self, layer: nn.Module, full: nn.Module, views: dict[str, Packed]) -> None:
+        whole = full.quant_method
         for key in _TENSORS:
             layer._parameters.pop(key, None)
         for key, view in views.items():
@@ -168,6 +237,11 @@ class PlainMxfp4Experts(Mxfp4Experts):
         self.experts_cls = PlainExperts
         self.w13_precision_config = self.w2_precision_config = None
         self._cache_permute_indices: dict[Any, Any] = {}
+
+    @property
+    def cuts(self) -> Cuts:
+        """How experts can be divided among members."""
+        return AS_STORED
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:
         """Return the scales and biases, which are the layer's."""
@@ -215,7 +289,11 @@ def range_of(packed: Packed, own: slice, experts: int) -> Packed:
             f"an expert of {each * data.itemsize} bytes, as it is packed, is no multiple of "
             f"{ALIGNMENT}"
         )
-    view = data[own]
+    return _of_some(packed, own)
+
+
+def _of_some(packed: Packed, own: slice) -> Packed:
+    view = _data(packed)[own]
     if isinstance(packed, torch.Tensor):
         return Parameter(view, requires_grad=False)
     shape, shape_max = ([len(view), *sizes[1:]] for sizes in (packed.shape, packed.shape_max))
@@ -242,14 +320,30 @@ def _show(layer: nn.Module, packed: dict[str, Packed]) -> None:
 
 def _are_equal(one: Packed, other: Packed) -> bool:
     """Return whether both have the same bytes in the same places, for the same kernel."""
+    return _are_alike(one, other) and _data(one).stride() == _data(other).stride()
+
+
+def _are_alike(one: Packed, other: Packed) -> bool:
+    """Return whether both have the same bytes in the same order, for the same kernel.
+
+    In one of them there may be others between.
+    """
     first, second = _data(one), _data(other)
     layouts = [type(getattr(getattr(of, "storage", None), "layout", None)) for of in (one, other)]
+    shown = [tuple(of.shape) for of in (one, other)]
     return (
         layouts[0] is layouts[1]
-        and (first.shape, first.stride(), first.dtype)
-        == (second.shape, second.stride(), second.dtype)
+        and shown[0] == shown[1]
+        and (first.shape, first.dtype) == (second.shape, second.dtype)
+        and _order(first) == _order(second)
         and torch.equal(_bytes(first), _bytes(second))
     )
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions in the order in which they lie in memory, the outermost first."""
+    longer = (of for of, size in enumerate(tensor.shape) if size > 1)
+    return sorted(longer, key=lambda of: -tensor.stride(of))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

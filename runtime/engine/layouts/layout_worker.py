@@ -4,7 +4,7 @@ DP's worker comes first: it owns the weights and allocates the KV buffer. The wo
 layouts view both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -162,6 +162,12 @@ class LayoutWorker:
         watched = self.watch_captures(self.model) if captures else nullcontext()
         with self.active(), self._buffer.in_use(), watched:
             return run_method(self._worker, method, args, kwargs or {})
+
+    def map_blocks(self, virtual: Sequence[int], physical: Sequence[int]) -> None:
+        """Say which blocks of this engine back a group's blocks; others stay as they are."""
+        if self.block_map is None:
+            self.block_map = BlockMap()
+        self.block_map.extend(virtual, physical)
 
     def _physical(self, blocks: tuple[list[int], ...]) -> tuple[list[int], ...]:
         return blocks if self.block_map is None else self.block_map.of_groups(blocks)

@@ -4,13 +4,21 @@
 stand still meanwhile. Most of it can be done as soon as a request has its blocks: it is *seated*.
 What that writes to tables is only staged. The step adds what is new, and then all is written at
 once, because a model runner has buffers for no more writes than one in each step.
+
+vLLM draws a seed for each request that has none, and all members of a unit have to draw the same.
+Before the unit is bound they have no generator in common. So each seat has one, which begins with
+the request's id.
 """
 
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.random import mtrand
 from vllm.v1.core.sched.output import NewRequestData
 
 from shoal.runtime.engine.link.instructions import Rest
@@ -31,7 +39,7 @@ class Seats:
         """Give a request a row; what it has computed may still change."""
         self.leave([request.req_id])
         staging: Any = _Staging(self._runner)
-        with torch.inference_mode():
+        with torch.inference_mode(), _drawing_for(request.req_id):
             type(self._runner).add_requests(staging, SimpleNamespace(scheduled_new_reqs=[request]))
         # The step stages these, and of two writes to one number either may be the last.
         states = self._runner.req_states
@@ -100,6 +108,18 @@ class _Unwritten:
 
     def apply_staged_writes(self) -> None:
         """Leave it for later."""
+
+
+@contextmanager
+def _drawing_for(request_id: str) -> Iterator[None]:
+    """While active, numpy draws what it draws for this request in every process."""
+    of_layout = mtrand.get_bit_generator()
+    # To seed numpy's usual one takes ten times as long.
+    mtrand.set_bit_generator(np.random.PCG64(zlib.crc32(request_id.encode())))
+    try:
+        yield
+    finally:
+        mtrand.set_bit_generator(of_layout)
 
 
 def _unstage(table: Any) -> None:

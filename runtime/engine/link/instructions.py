@@ -69,7 +69,7 @@ class Rest(msgspec.Struct, frozen=True):
 class Seat:
     """Give requests rows, because they have blocks; the next step with tokens begins with them.
 
-    It follows the unit's bind. What it says of tokens and computed ones may change.
+    It may be sent before the unit is bound. What it says of tokens and computed ones may change.
     """
 
     requests: list[Rest]

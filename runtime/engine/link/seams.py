@@ -47,6 +47,11 @@ SEAMS = (
     Seam("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", "carried_requests"),
     Seam("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_computed_blocks", "carried_requests"),
     Seam(
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager.estimate_cached_tokens",
+        "carried_requests",
+    ),
+    Seam(
         "vllm.v1.core.kv_cache_manager", "KVCacheManager.create_kv_cache_blocks", "carried_requests"
     ),
     Seam(

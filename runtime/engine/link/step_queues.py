@@ -3,13 +3,13 @@
 A queue is left only between two steps: a step that was sent without its sampling has its ``Sample``
 still in the queue, behind the instruction that leaves the queue.
 
-While there is nothing to do, instructions of the other queues are read, but not followed. Those
-that tell of the requests of a coming group take milliseconds to read, which would pass after the
-bind.
+While there is nothing to do, instructions of the other queues are read. Those that prepare a coming
+group for its requests (``PREPARING``) are followed at once, because they take milliseconds, for
+which requests would stand still after the bind. The others wait until their queue is next.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import zmq
 
@@ -17,16 +17,25 @@ from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.protocol.transport import LONGEST_WAIT_SECONDS
 
+PREPARING = instructions.Introduce | instructions.Extend | instructions.Seat
+"""What touches neither the device nor anything that another layout's steps use."""
+
 
 class StepQueues:
     """The queues of a runner, read in the order in which it has to do what they say.
 
     Args:
         queues: a PULL socket for each layout; DP's is the engine's own.
+        prepare: follows an instruction that prepares a layout whose queue is not next.
     """
 
-    def __init__(self, queues: "Mapping[Layout, zmq.Socket[bytes]]") -> None:
+    def __init__(
+        self,
+        queues: "Mapping[Layout, zmq.Socket[bytes]]",
+        prepare: Callable[[Layout, PREPARING], None],
+    ) -> None:
         self._queues = dict(queues)
+        self._prepare = prepare
         self._poller = zmq.Poller()
         for queue in self._queues.values():
             self._poller.register(queue, zmq.POLLIN)
@@ -101,8 +110,16 @@ class StepQueues:
             if queue in ready:
                 break
             for other in [each for each, socket in self._queues.items() if socket in ready]:
-                self._read[other].append(self._load(other))
+                self._look_ahead(other)
         return True
+
+    def _look_ahead(self, layout: Layout) -> None:
+        """Read an instruction before its queue is next, and follow it if nothing is before it."""
+        instruction = self._load(layout)
+        if isinstance(instruction, PREPARING) and not self._read[layout]:
+            self._prepare(layout, instruction)
+        else:
+            self._read[layout].append(instruction)
 
     def _load(self, layout: Layout) -> instructions.Instruction:
         instruction: instructions.Instruction = instructions.loads(self._queues[layout].recv())

@@ -90,6 +90,7 @@ class LayoutLoader:
             lambda: self.store,
             lambda rank, layout: head_shard(rank, layout.tp, node.max_sp),
             lambda: get_model_loader(self._dp.load_config),
+            node.whole_experts,
         )
 
     @property

@@ -62,7 +62,7 @@ class MemoryMoves:
             blocks: those with higher ids have been given up: at least as many as are lent.
 
         Returns:
-            Copies what peers keep, and returns why the copies cannot be used; "": they can.
+            Copies what engines keep, and returns why the copies cannot be used; "": they can.
         """
         loan = self._lender.loan
         assert loan is not None, "the share level is fixed"
@@ -71,16 +71,17 @@ class MemoryMoves:
 
         def filled() -> str:
             try:
-                rounds = copy()
+                done = copy()
             except (OSError, ValueError) as error:
                 return str(error)
             log.info(
-                "engine %d copied and compared weights in %.3f s beside steps: %d rounds of at "
-                "most %.3f s",
+                "engine %d copied weights in %.3f s beside steps, %d layers that steps had streamed"
+                " and %d from their engines, and compared them in %.3f s",
                 self._engine,
-                sum(rounds),
-                len(rounds),
-                max(rounds, default=0.0),
+                done.copying_seconds,
+                done.streamed,
+                done.fetched,
+                done.comparing_seconds,
             )
             return ""
 

@@ -25,13 +25,12 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from shoal.policies.values.layouts import DP, Layout, Unit, unit_of
 from shoal.runtime.config import Addresses, NodeConfig
-from shoal.runtime.engine.kv.kv_cache import BlockMap
 from shoal.runtime.engine.layouts.adapters import load_adapters
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import push_socket
 from shoal.runtime.engine.link.seams import check_seams
-from shoal.runtime.engine.link.step_queues import StepQueues
+from shoal.runtime.engine.link.step_queues import PREPARING, StepQueues
 from shoal.runtime.engine.runner.drafts import with_drafts
 from shoal.runtime.engine.runner.interludes import (
     POLL_SECONDS,
@@ -169,7 +168,7 @@ class Runner:
         self._beside = Responder(context, self._addresses, engine)
         self._random = RandomStates()
         queues = {layout: self._queue(worker.unit) for layout, worker in loader.workers.items()}
-        self._queues = StepQueues(queues)
+        self._queues = StepQueues(queues, self._prepare)
         self._layout = DP
         """The layout of the latest instruction."""
         self._interludes = Interludes(self)
@@ -254,11 +253,23 @@ class Runner:
             value = self._worker.call(call.method, call.args, call.kwargs)
         self._responder.answer(self._worker.unit, call.seq, value)
 
+    def _prepare(self, layout: Layout, instruction: PREPARING) -> None:
+        """Follow an instruction that may come before the layout is entered."""
+        worker = self._workers[layout]
+        match instruction:
+            case instructions.Introduce(request):
+                worker.introductions.add(request)
+            case instructions.Seat(requests):
+                worker.introductions.seat(requests, worker.model_runner)
+            case instructions.Extend(virtual, physical):
+                # A lease may grow for KV that is copied ahead of the group's first bind.
+                worker.map_blocks(virtual, physical[self._engine])
+
     def _on_introduce(self, introduce: instructions.Introduce) -> None:
-        self._worker.introductions.add(introduce.request)
+        self._prepare(self._layout, introduce)
 
     def _on_seat(self, seat: instructions.Seat) -> None:
-        self._worker.introductions.seat(seat.requests, self._worker.model_runner)
+        self._prepare(self._layout, seat)
 
     def _on_step(self, step: instructions.Step) -> None:
         output = self._worker.execute(step.scheduler_output, step.mode, step.begun)
@@ -286,19 +297,10 @@ class Runner:
         # Members sample independently, and agree only if their generators are equal. After unequal
         # work alone they would pick different tokens, with no error.
         set_random_seed(bind.seed)
-        self._block_map.extend(bind.virtual, bind.physical[self._engine])
-
-    @property
-    def _block_map(self) -> BlockMap:
-        """The map of the group that this runner is in."""
-        worker = self._worker
-        if worker.block_map is None:
-            worker.block_map = BlockMap()
-        return worker.block_map
+        self._worker.map_blocks(bind.virtual, bind.physical[self._engine])
 
     def _on_extend(self, extend: instructions.Extend) -> None:
-        # A lease may grow for KV that is copied ahead of the group's first bind.
-        self._block_map.extend(extend.virtual, extend.physical[self._engine])
+        self._prepare(self._layout, extend)
 
     def _on_carry(self, carry: instructions.Carry) -> None:
         copied = self._carrying.carry(self._worker, carry)

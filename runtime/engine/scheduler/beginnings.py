@@ -6,8 +6,8 @@ scheduler and runner two milliseconds each. So runners are told of an expected r
 its scheduler knows it (``Introduce``). The step brings the rest: blocks and outputs.
 
 Where a request gets its blocks before it comes, runners give it a row by then (``Seat``), because
-that takes them four milliseconds more. For them it is then a request that runs already. They are
-told as soon as their unit is bound.
+that takes them four milliseconds more. For them it is then a request that runs already. They do
+this as soon as they have nothing else to do, also before their unit is bound.
 
 Tokens go as arrays. Pickle sends an array as one string of bytes, and a runner writes it to its
 table in one go (``token_table.py``). A list goes number by number, several times.
@@ -24,6 +24,9 @@ from vllm.v1.worker.gpu.sample.penalties import use_penalty
 
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel
+
+SEATS = 8
+"""So many requests are seated together: runners look after each whether there is a step to run."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,8 @@ class Beginnings:
         """Expected requests, until a step begins with them."""
         self._seats: list[instructions.Rest] = []
         """Those that are to be seated."""
+        self._former: set[str] = set()
+        """Those of them that were here before, which runners still know until they are seated."""
         self._seated = 0
         """How many have been seated since the last step with tokens."""
         self._forgotten: list[str] = []
@@ -74,6 +79,9 @@ class Beginnings:
         for request_id in request_ids:
             if self._introduced.pop(request_id, None) is not None:
                 self._forgotten.append(request_id)
+            if request_id in self._former:
+                self._former.remove(request_id)
+                self._scheduler.finished_req_ids.add(request_id)
 
     # --- seats ---
 
@@ -88,8 +96,10 @@ class Beginnings:
             return
         if not self._has_seats() or not _samples_plainly(known.request):
             return
-        # It may have been here before. The runners forget that now, and not with the next step.
-        scheduler.finished_req_ids.discard(request_id)
+        if request_id in scheduler.finished_req_ids:
+            # Runners forget that it was here when it is seated or begins, not with the next step.
+            scheduler.finished_req_ids.remove(request_id)
+            self._former.add(request_id)
         known.blocks = scheduler.kv_cache_manager.get_block_ids(request_id)
         tokens = array("i", known.request.all_token_ids[known.tokens :])
         known.tokens += len(tokens)
@@ -106,13 +116,14 @@ class Beginnings:
         return bool(self._seated + gone < scheduler.max_num_running_reqs)
 
     def send_seats(self) -> None:
-        """Tell runners of the requests that were seated since the last time, once they may know.
+        """Tell runners of the requests that were seated since the last time.
 
         What has lost its blocks meanwhile is left out: they may back nothing, or another request.
         """
         seats, self._seats = [rest for rest in self._seats if self._holds(rest)], []
-        if seats:
-            self._channel.send(instructions.Seat(seats))
+        self._former.difference_update(rest.request_id for rest in seats)
+        for begin in range(0, len(seats), SEATS):
+            self._channel.send(instructions.Seat(seats[begin : begin + SEATS]))
 
     def _holds(self, rest: instructions.Rest) -> bool:
         """Return whether a request has the blocks with which it is to be seated."""
@@ -151,6 +162,7 @@ class Beginnings:
         new, cached = list[NewRequestData](), replace(scheduled.scheduled_cached_reqs)
         for request in scheduled.scheduled_new_reqs:
             known = self._introduced.pop(request.req_id, None)
+            self._former.discard(request.req_id)
             if known is None:
                 new.append(_packed(request))
             elif (more := _more(known, request)) is not None:

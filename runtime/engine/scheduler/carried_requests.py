@@ -68,6 +68,7 @@ class CarriedRequests:
         self._begun = 0
         self.shares_kv = True
         """Whether the members can read other engines' KV."""
+        _estimate_once(self._scheduler.kv_cache_manager)
 
     # --- requests that leave ---
 
@@ -419,6 +420,21 @@ class CarriedRequests:
     @property
     def _block_pool(self) -> Any:
         return self._scheduler.kv_cache_manager.block_pool
+
+
+def _estimate_once(manager: Any) -> None:
+    """Let vLLM's manager look through a request's blocks with its first output only.
+
+    A request that goes on here has statistics of a prompt again (``CarriedRequests._take``). What
+    it has cached is in no answer any more, and to add it up takes 20 microseconds for each 1,000
+    tokens, while all requests that have come stand still.
+    """
+    estimate = manager.estimate_cached_tokens
+
+    def estimated(request: Request) -> int:
+        return 0 if request.num_output_tokens > 1 else int(estimate(request))
+
+    manager.estimate_cached_tokens = estimated
 
 
 def _runs(request: Request | None) -> TypeGuard[Request]:

@@ -233,8 +233,7 @@ class VllmCore:
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``interface.Core.settle``."""
         self._ahead.settle(carry, copied=copied)
-        if not self.unit.is_group:  # a group tells its members after their bind
-            self.tell_allotted()
+        self.tell_allotted()
         self._stalled = False
 
     def copy_ahead(

@@ -32,7 +32,6 @@ class VllmGroupCore(VllmCore):
         """See ``interface.GroupCore.bind``."""
         virtual = self._lease.open(lease)
         self._executor.channel.send(steps.Bind(epoch, virtual, plain_lease(lease), seed))
-        self.tell_allotted()
         self._stalled = False
 
     def grow(self, lease: Lease) -> None:

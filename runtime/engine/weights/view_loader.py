@@ -24,11 +24,13 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.weights.experts_by_length import add_whole_experts
 from shoal.runtime.engine.weights.rules.formats import owns_weights
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.store import WeightStore, layers_of
+from shoal.runtime.whole_experts import WholeExperts
 
 VIEW_LOAD_FORMAT = "shoal_view"
 """``load_format`` of every layout but DP."""
@@ -152,6 +154,7 @@ def register_view_loader(
     store: Callable[[], WeightStore],
     head_shard: Callable[[int, Layout], int],
     loader: Callable[[], BaseModelLoader],
+    whole: WholeExperts | None = None,
 ) -> None:
     """Register ``VIEW_LOAD_FORMAT`` with vLLM's model loaders.
 
@@ -159,6 +162,7 @@ def register_view_loader(
         store: returns what has this process's full weights.
         head_shard: the shard of the attention heads that a rank of a layout holds.
         loader: returns what loaded DP, and loads layers that can be no views.
+        whole: see ``NodeConfig.whole_experts``.
     """
 
     class ViewLoader(BaseModelLoader):  # type: ignore[misc]
@@ -190,6 +194,8 @@ def register_view_loader(
             load_owned(loader(), model, model_config)
             layout, rank = Layout(tp=group.world_size), group.rank_in_group
             view_weights(model, store(), layout, rank, head_shard(rank, layout))
+            if whole is not None:
+                add_whole_experts(model, store(), Shard(rank, layout.tp), whole)
             compile_kernels(model)
             process_weights_after_loading(model, model_config, device)
             if vllm_config.lora_config is not None:

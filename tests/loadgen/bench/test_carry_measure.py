@@ -173,6 +173,18 @@ async def test_a_stream_with_other_tokens_after_a_switch_is_counted() -> None:
     assert (await case(Node(damages=2)))["differing"] == 1
 
 
+async def test_other_requests_run_after_a_lot_of_switches() -> None:
+    """Otherwise requests would be longer from switch to switch, and not of the case's length."""
+    node, whole = Node(), Node(damages=1)
+    found = await case(node, msgspec.structs.replace(SIZES, carry_switches=5, carry_lot=2))
+    assert found["bind"]["switches"] == found["release"]["switches"] == 5
+    assert len(node.prompts) == 3 * 4
+    assert len({tuple(prompt) for prompt in node.prompts}) == 3 * 4
+    assert found["copies"]["count"] == 20
+    once = await case(whole, msgspec.structs.replace(SIZES, carry_switches=5, carry_lot=5))
+    assert found["longest"] < once["longest"]
+
+
 async def test_what_layouts_round_differently_is_told_beside() -> None:
     found = await case(Node(rounding=1))
     assert (found["differing"], found["differing_without_switch"]) == (0, 4)
@@ -183,7 +195,8 @@ async def test_prompt_tokens_that_switches_computed_again_are_counted() -> None:
 
 
 async def test_a_case_ends_when_a_stream_has_all_of_its_tokens() -> None:
-    sizes = msgspec.structs.replace(SIZES, carry_switches=10_000, carry_tokens=LEAD_TOKENS + 60)
+    many = {"carry_switches": 10_000, "carry_lot": 10_000}
+    sizes = msgspec.structs.replace(SIZES, **many, carry_tokens=LEAD_TOKENS + 60)
     found = await case(Node(), sizes)
     assert 0 < found["bind"]["switches"] < 60
     assert found["bind"]["switches"] - found["release"]["switches"] in {0, 1}

@@ -81,7 +81,7 @@ def test_the_step_before_a_switch_has_nothing_of_the_switches_around_it() -> Non
 def test_the_longest_interval_before_a_switch_is_that_of_the_stream_that_waited_longest() -> None:
     uneven = [0.0, 9 * STEP, 10 * STEP, 13 * STEP, 14 * STEP]
     assert longest_before([STEADY, uneven], switch(0.1, 0.11), 4) == pytest.approx(3 * STEP)
-    found = of_direction([switch(0.1, 0.11)], [[*STEADY, 0.12], [*uneven, 0.12]], steps=4)
+    found = of_direction([([switch(0.1, 0.11)], [[*STEADY, 0.12], [*uneven, 0.12]])], steps=4)
     assert found["without"]["p50"] == pytest.approx(2 * STEP)
 
 
@@ -93,7 +93,8 @@ def test_the_figures_of_a_direction_are_of_each_switch_less_the_step_before_it()
         switch(0.051, 0.06, recomputed={"no_room": 1}),
         switch(offset + 0.051, offset + 0.07, carried=1, recomputed={"no_room": 2}),
     ]
-    found = of_direction(switches, [first + second], steps=4)
+    found = of_direction([([one], [first + second]) for one in switches], steps=4)
+    assert found == of_direction([(switches, [first + second])], steps=4)
     assert found["switches"] == 2
     assert found["gap"]["p50"] == pytest.approx(0.025)
     assert found["gap"]["max"] == pytest.approx(0.03)
@@ -109,7 +110,7 @@ def test_the_figures_of_a_direction_are_of_each_switch_less_the_step_before_it()
 
 
 def test_no_switch_has_no_figures() -> None:
-    found = of_direction([], [STEADY], steps=4)
+    found = of_direction([([], [STEADY])], steps=4)
     assert (found["switches"], found["gap"], found["step"], found["carried"]) == (0, None, None, 0)
     assert of_bystanders([], [STEADY], steps=4)["during"] is None
 

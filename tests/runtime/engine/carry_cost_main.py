@@ -104,6 +104,14 @@ class Serialising(Runners):
         return seq, future
 
 
+class KnowsRequests(SimpleNamespace):
+    """What a V2 model runner does with the requests of a step."""
+
+    add_requests = GPUModelRunner.add_requests
+    finish_requests = GPUModelRunner.finish_requests
+    _remove_request = GPUModelRunner._remove_request
+
+
 class CarryCost:
     """Two engines and their group, whose runners are what vLLM keeps of requests."""
 
@@ -139,7 +147,7 @@ class CarryCost:
     def _runner(self, seats: int, tokens: int) -> Any:
         device, length = torch.device("cpu"), tokens + OUTPUTS
         states = RequestState(seats, length, STEP_TOKENS, 0, VOCABULARY, device)
-        made = SimpleNamespace(
+        made = KnowsRequests(
             req_states=states,
             block_tables=BlockTables([BLOCK_TOKENS], seats, STEP_TOKENS, [length], device),
             sampler=Sampler(self._config, seats, VOCABULARY, device, states),
@@ -154,7 +162,6 @@ class CarryCost:
             pp_handler=None,
             is_last_pp_rank=True,
         )
-        made._remove_request = lambda name: GPUModelRunner._remove_request(made, name)
         take_arrays(made)
         return made
 
@@ -250,8 +257,8 @@ class CarryCost:
                     output = instruction.scheduler_output
                     output = self._introductions[unit].complete(output, instruction.begun)
                     output = self._map.apply(output) if unit.is_group else output
-                    GPUModelRunner.finish_requests(runner, output)
-                    GPUModelRunner.add_requests(runner, output)
+                    runner.finish_requests(output)
+                    runner.add_requests(output)
 
     def _channel(self, unit: Unit) -> Serialising:
         channel = self.engines.runners[unit]
@@ -266,10 +273,13 @@ class CarryCost:
         """Take note of leases, and drop what else was sent."""
         for unit in self.engines.cores:
             for instruction in map(instructions.loads, self._channel(unit).data):
-                if isinstance(instruction, instructions.Introduce):
-                    self._introductions[unit].add(instruction.request)
-                if isinstance(instruction, instructions.Bind):
-                    self._map.extend(instruction.virtual, instruction.physical[unit.leader])
+                match instruction:
+                    case instructions.Introduce(request):
+                        self._introductions[unit].add(request)
+                    case instructions.Seat(requests):
+                        self._introductions[unit].seat(requests, self._runners[unit])
+                    case instructions.Bind(virtual=virtual) | instructions.Extend(virtual=virtual):
+                        self._map.extend(virtual, instruction.physical[unit.leader])
             self._channel(unit).data.clear()
 
 

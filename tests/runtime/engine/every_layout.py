@@ -11,6 +11,7 @@ from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
+from shoal.runtime.whole_experts import WholeExperts
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode
@@ -63,17 +64,20 @@ def assert_tokens_through_carries(node: RealNode, tokens: int) -> None:
 
 
 @contextmanager
-def node_in_fp32(model: Path, quantisation: type) -> Iterator[RealNode]:
+def node_in_fp32(
+    model: Path, quantisation: type, whole_experts: WholeExperts | None = None
+) -> Iterator[RealNode]:
     """Run two engines in fp32 with weights that vLLM computes in 16 bits alone.
 
     Args:
         model: the checkpoint.
         quantisation: vLLM's configuration class of such weights.
+        whole_experts: see ``NodeConfig.whole_experts``.
     """
     with pytest.MonkeyPatch.context() as patch:
         types = staticmethod(lambda: [torch.float32])
         patch.setattr(quantisation, "get_supported_act_dtypes", types)
-        node = RealNode(model, 2, max_sp=2)
+        node = RealNode(model, 2, max_sp=2, whole_experts=whole_experts)
     with node:
         yield node
 
@@ -95,3 +99,24 @@ def assert_wrong_experts_change_tokens(node: RealNode, tokens: int, *, by_number
     with node.bound(GROUP):
         found = node.generate(GROUP, prompts, tokens)
     assert all(one != other for one, other in zip(found, expected, strict=True))
+
+
+def assert_wrong_experts_change_tokens_by_length(node: RealNode, tokens: int) -> None:
+    """Each of a group's two ways to compute experts is used: prompts' steps have whole experts.
+
+    What this leaves in the prefix cache is wrong.
+
+    Args:
+        node: the node, whose group computes whole experts in steps of prompts alone.
+        tokens: of each output.
+    """
+    for seed, confuse in ((43, probes.confuse_experts), (44, probes.confuse_whole_experts)):
+        prompts = random_prompts((17, 40), seed=seed)
+        node.switch()
+        expected = node.generate(alone(0), prompts, tokens)
+        node.probe(0, confuse, GROUP.layout)
+        with node.bound(GROUP):
+            found = node.generate(GROUP, prompts, tokens)
+        assert all(one != other for one, other in zip(found, expected, strict=True))
+        firsts = [[output[0] for output in outputs] for outputs in (found, expected)]
+        assert (firsts[0] == firsts[1]) == (confuse is probes.confuse_experts)

@@ -42,6 +42,7 @@ from shoal.runtime.engine.weights.rules.formats import owns_weights
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
+from shoal.runtime.engine.weights.sharing.filling import Filled, Filling
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.protocol.messages import Mode
@@ -124,6 +125,8 @@ class ProbedRunner(PacedRunner):
         """Block ids (virtual in a group) of every request's table, as the scheduler said."""
         self.sampled: dict[str, list[int]] = {}
         """Tokens that this member sampled itself, by request, asynchronous steps left out."""
+        self.fills: list[tuple[int, int]] = []
+        """See ``note_fills``."""
         self.seated = 0
         """Requests that got a row before their first step."""
         self.deferred_samples = 0
@@ -373,12 +376,51 @@ def streams(runner: ProbedRunner) -> bool:
 
 
 def damage_copies(runner: ProbedRunner, damaged: bool) -> None:
-    """Copy something else than what peers keep."""
-    whole = runner._loader.shared.whole
-    if damaged:
-        whole._copy = lambda target, source: target.copy_(source.roll(4096))
-    else:
-        del whole._copy
+    """Have something else than what engines keep in the copies."""
+    shared = runner._loader.shared
+    if not damaged:
+        del shared.whole.fill
+        return
+    fill = shared.whole.fill
+
+    def damaging(*args: Any) -> Filling:
+        filling = fill(*args)
+        compare = filling._compare
+
+        def damage() -> None:
+            for part in (part for parts in filling._layers.values() for part in parts):
+                part.target.copy_(part.target.roll(4096))
+            compare()
+
+        filling._compare = damage
+        return filling
+
+    shared.whole.fill = damaging
+
+
+def note_fills(runner: ProbedRunner) -> list[tuple[int, int]]:
+    """Note from now on how copies are made; return what the former notes are.
+
+    Returns:
+        For each change, how many layers came as steps streamed them, and how many from engines.
+    """
+    noted, runner.fills = runner.fills, []
+    shared = runner._loader.shared
+    shared.__dict__.pop("fill_whole", None)
+    fill = shared.fill_whole
+
+    def noting(lent: Sequence[torch.Tensor]) -> Callable[[], Filled]:
+        copy = fill(lent)
+
+        def copied() -> Filled:
+            filled = copy()
+            runner.fills.append(filled[:2])
+            return filled
+
+        return copied
+
+    shared.fill_whole = noting
+    return noted
 
 
 def move_nothing(runner: ProbedRunner, damaged: bool) -> None:
@@ -392,12 +434,11 @@ def move_nothing(runner: ProbedRunner, damaged: bool) -> None:
 
 def compare_nothing(runner: ProbedRunner, damaged: bool) -> None:
     """Take all copies for right."""
-    whole = runner._loader.shared.whole
-    if damaged:
-        whole._differ = lambda *_: torch.tensor(False)
-    else:
-        del whole._differ
+    right = staticmethod(lambda _: torch.tensor(False))
+    Filling._differs = right if damaged else _differs  # type: ignore[method-assign,assignment]
 
+
+_differs = Filling.__dict__["_differs"]
 
 Damage = Callable[[ProbedRunner, bool], None]
 """Damages something, or undoes that."""
@@ -462,6 +503,14 @@ def confuse_experts(runner: ProbedRunner, layout: Layout) -> bool:
         rule_of(layer).view(layer, full, Shard((member + 1) % layout.tp, layout.tp))
         layer.w13_weight = w13
     return by_expert
+
+
+def confuse_whole_experts(runner: ProbedRunner, layout: Layout) -> None:
+    """Let the whole experts that a member computes in some steps be in another order."""
+    for name, layer in runner._workers[layout].model.named_modules():
+        if name.endswith(".shoal_whole"):
+            own = layer._expert_map >= 0
+            layer._expert_map[own] = layer._expert_map[own].flip(0)
 
 
 def absorbed_bytes(runner: ProbedRunner) -> tuple[int, int]:

@@ -51,6 +51,7 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages.views import MemoryView, SwitchView
 from shoal.runtime.protocol.transport import SUPERVISOR, ZmqControllerTransport, front_identity
+from shoal.runtime.whole_experts import WholeExperts
 from shoal.server.frontend.interruptions import Interruptions
 from shoal.server.frontend.ordering import InOrder
 from tests import preloaded
@@ -167,10 +168,16 @@ class Process:
 # --- configuration ---
 
 
-def configs_of(model: str, max_group: int, max_pp: int = 1, **vllm_args: Any) -> LayoutConfigs:
+def configs_of(
+    model: str,
+    max_group: int,
+    max_pp: int = 1,
+    whole: WholeExperts | None = None,
+    **vllm_args: Any,
+) -> LayoutConfigs:
     """Return what ``NodeConfig.vllm`` holds, of arguments over ``MODEL_ARGS``."""
     args = prepare(AsyncEngineArgs(model=model, **(MODEL_ARGS | vllm_args)), api_servers=1)
-    return layout_configs(args, dp_config(args), layouts_up_to(max_group, max_pp))
+    return layout_configs(args, dp_config(args), layouts_up_to(max_group, max_pp), whole)
 
 
 # --- stock vLLM -----------------------------------------------------------------------------------
@@ -294,6 +301,7 @@ class RealNode:
         carry_path: see ``NodeConfig.carry_path``.
         max_pp: see ``NodeConfig.max_pp``.
         max_sp: see ``NodeConfig.max_sp``; above 1 the node's ``script`` says how steps run.
+        whole_experts: see ``NodeConfig.whole_experts``.
         share_weights: see ``NodeConfig.share_weights``.
         recording_dir: see ``NodeConfig.recording_dir``; runners that record answer no probes.
         adapters: see ``NodeConfig.adapters``.
@@ -313,6 +321,7 @@ class RealNode:
         carry_path: CarryPath = CarryPath.AUTO,
         max_pp: int = 1,
         max_sp: int = 1,
+        whole_experts: WholeExperts | None = None,
         share_weights: int = 1,
         recording_dir: Path | None = None,
         adapters: Sequence[Adapter] = (),
@@ -322,7 +331,8 @@ class RealNode:
         self._directory = Path(tempfile.mkdtemp(prefix="shoal-test-"))
         self._environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", **(environment or {})}
         with patch.dict(os.environ, self._environment):
-            configs = configs_of(str(model), engines, max_pp, **(NODE_ARGS | vllm_args))
+            args = NODE_ARGS | vllm_args
+            configs = configs_of(str(model), engines, max_pp, whole_experts, **args)
         self.config = NodeConfig(
             engines=engines,
             max_group=engines,
@@ -336,6 +346,7 @@ class RealNode:
             carry_path=carry_path,
             max_pp=max_pp,
             max_sp=max_sp,
+            whole_experts=whole_experts,
             share_weights=share_weights,
             recording_dir=None if recording_dir is None else str(recording_dir),
             adapters=tuple(adapters),

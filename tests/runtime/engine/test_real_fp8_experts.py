@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
+from shoal.runtime.whole_experts import WholeExperts
 from tests.random_checkpoint import Architecture, CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import (
@@ -96,7 +97,9 @@ def expected(checkpoints: Checkpoints) -> Expected:
 
 @pytest.fixture(scope="module")
 def node(checkpoints: Checkpoints) -> Iterator[RealNode]:
-    with node_in_fp32(checkpoints.packed, Fp8Config) as node:
+    # The node that divides each expert computes whole experts in steps that compute a prompt.
+    whole = WholeExperts(17, None, automatic=False)
+    with node_in_fp32(checkpoints.packed, Fp8Config, whole) as node:
         yield node
 
 

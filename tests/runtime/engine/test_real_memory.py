@@ -136,6 +136,19 @@ def test_running_requests_go_on_through_changes(node: RealNode, expected: list[l
         node.change_memory(2)
 
 
+def test_steps_that_stream_fill_whole_weights(node: RealNode, expected: list[list[int]]) -> None:
+    """A layer that a step has streamed is not copied from another engine again."""
+    node.probe_all(probes.note_fills)
+    running = node.submit(alone(0), SHORT[:3], 4 * TOKENS)
+    node.wait_for_tokens(running, 1)
+    node.change_memory(1)
+    assert not node.finished.keys() & set(running), "there was nothing left to compute"
+    assert node.probe_all(probes.note_fills) == [[(LAYERS, 0)], [(0, LAYERS)]]
+    node.wait_for_tokens(running, TOKENS)
+    assert [node.tokens[request][:TOKENS] for request in running] == expected[:3]
+    node.wait(running)
+
+
 def decide(node: RealNode, share: int) -> MemoryView:
     """Change the level as a policy's plan does."""
     memory = node.controller._operations.memory

@@ -1,4 +1,6 @@
-"""GPT-OSS in MXFP4, as OpenAI publishes it, on real engines: each group has ranges of DP's experts.
+"""GPT-OSS in MXFP4, as OpenAI publishes it, on real engines: groups have parts of DP's experts.
+
+One node divides each expert (TP), and one the experts by number (EP).
 
 vLLM has no kernel for such experts on most CPUs, and elsewhere computes them in bf16 alone. Here an
 operator of Shoal computes them, and the node takes fp32, as sums in layouts differ too much in
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
+from shoal.runtime.whole_experts import WholeExperts, parse
 from tests.models.families import write_family
 from tests.mxfp4_checkpoint import Checkpoints, write_mxfp4
 from tests.runtime.engine import probes
@@ -40,9 +43,16 @@ def expected(checkpoints: Checkpoints) -> Expected:
     return stock_tokens(checkpoints.plain, ALL, TOKENS)
 
 
+@pytest.fixture(scope="module", params=["auto", "0"])
+def whole(request: pytest.FixtureRequest) -> WholeExperts:
+    found = parse(request.param)
+    assert found is not None
+    return found
+
+
 @pytest.fixture(scope="module")
-def node(checkpoints: Checkpoints) -> Iterator[RealNode]:
-    with node_in_fp32(checkpoints.packed, GptOssMxfp4Config) as node:
+def node(checkpoints: Checkpoints, whole: WholeExperts) -> Iterator[RealNode]:
+    with node_in_fp32(checkpoints.packed, GptOssMxfp4Config, whole) as node:
         yield node
 
 
@@ -63,6 +73,6 @@ def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
     assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "tp2": 0}] * 2
 
 
-def test_the_wrong_experts_change_the_tokens(node: RealNode) -> None:
+def test_the_wrong_experts_change_the_tokens(node: RealNode, whole: WholeExperts) -> None:
     """It is last: what it leaves in the prefix cache is wrong."""
-    assert_wrong_experts_change_tokens(node, TOKENS, by_number=True)
+    assert_wrong_experts_change_tokens(node, TOKENS, by_number=whole.always)

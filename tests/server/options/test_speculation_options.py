@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
 
 from shoal.server.errors import UserError
 from shoal.server.options import vllm_options
@@ -86,6 +87,15 @@ def test_other_speculation_is_refused(changes: dict[str, Any], said: str) -> Non
     check_speculation(
         SimpleNamespace(speculative_config=None, model_config=config(**changes).model_config)
     )
+
+
+def test_both_names_of_a_kind_of_draft_model_are_served() -> None:
+    """VLLM has one class for both, whatever a checkpoint calls itself."""
+    names = ("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3")
+    assert _SPECULATIVE_DECODING_MODELS[names[0]] == _SPECULATIVE_DECODING_MODELS[names[1]]
+    for name in names:
+        model = draft(architectures=[name])
+        check_speculation(config(method="eagle3", v2=True, draft_model_config=model))
 
 
 def test_what_a_checkpoint_brings_with_it_is_refused() -> None:

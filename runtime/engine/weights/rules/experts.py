@@ -4,7 +4,7 @@ A tensor parallel member has the same share of every expert: one range of the ro
 are grouped once as those of ``gate_up_proj`` are, and a strided range of the columns of ``w2``. An
 expert parallel member has a range of whole experts. Scales of rows or blocks go with their weights.
 GPT-OSS has the gate and up rows in turn, so that a range needs no groups, and biases. Its experts
-in MXFP4 are packed (``mxfp4_experts``): a member of any group has a range of whole experts.
+in MXFP4 are packed (``mxfp4_experts``): whether a share is a view depends on the kernel.
 """
 
 from collections.abc import Iterator
@@ -104,7 +104,7 @@ class ExpertsRule(ShardRule):
         """
         if isinstance(layer.quant_method, Mxfp4Experts):
             with named(full.name), _unviewable():
-                layer.quant_method.view(layer, full.module, _whole_experts(layer, shard))
+                _view_packed(layer, full.module, shard)
             return
         groups = getattr(full.module, "shoal_groups", 1)
         by_expert = layer.moe_config.moe_parallel_config.use_ep
@@ -113,7 +113,7 @@ class ExpertsRule(ShardRule):
         for key in full.module._parameters:
             tensor = full.tensor(key)
             if key.startswith(("w13_", "w2_")):
-                view = _of_experts(tensor.data, own) if own else _of_each(key, tensor.data, shard)
+                view = of_experts(tensor.data, own) if own else _of_each(key, tensor.data, shard)
                 if key in _CHECKED and view.shape != shapes[key]:
                     raise UnviewableWeights(
                         f"{full.name}.{key} is split in a way Shoal does not know"
@@ -205,15 +205,14 @@ def _own_experts(layer: nn.Module) -> slice:
     return slice(own[0], own[-1] + 1)
 
 
-def _whole_experts(layer: nn.Module, shard: Shard) -> slice:
-    """Return the experts of a member which cannot have shares of them.
-
-    Raises:
-        UnviewableWeights: vLLM gives it shares.
-    """
-    if shard.of > 1 and not layer.moe_config.moe_parallel_config.use_ep:
-        raise UnviewableWeights("vLLM divides each expert, and a share of a packed one is no view")
-    return _own_experts(layer) if shard.of > 1 else slice(0, layer.local_num_experts)
+def _view_packed(layer: nn.Module, full: nn.Module, shard: Shard) -> None:
+    """View what vLLM packed: shares of each expert or whole experts, as vLLM divides them."""
+    if shard.of == 1:
+        layer.quant_method.view(layer, full, slice(0, layer.local_num_experts))
+    elif layer.moe_config.moe_parallel_config.use_ep:
+        layer.quant_method.view(layer, full, _own_experts(layer))
+    else:
+        layer.quant_method.view_share(layer, full, shard.rank, shard.of)
 
 
 @contextmanager
@@ -225,6 +224,6 @@ def _unviewable() -> Iterator[None]:
         raise UnviewableWeights(str(error)) from error
 
 
-def _of_experts(tensor: torch.Tensor, own: slice) -> torch.Tensor:
+def of_experts(tensor: torch.Tensor, own: slice) -> torch.Tensor:
     """Return those experts; the scale of inputs is one for all experts."""
     return tensor[own] if tensor.dim() else tensor

@@ -9,6 +9,7 @@ part.
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,17 @@ from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.rules.unquantised import PlainLinear
 from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
+from shoal.runtime.engine.weights.sharing.filling import Filled
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard, sources
 from shoal.runtime.engine.weights.sharing.pages import Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
-from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, Degree, SharedWeight
+from shoal.runtime.engine.weights.sharing.shared_weight import (
+    DOWN,
+    GATE_UP,
+    Degree,
+    SharedWeight,
+    checksum,
+)
 from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots, stream_by, use_weights
 from shoal.runtime.engine.weights.sharing.split_linear import INPUTS, OUTPUTS, split_linear
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
@@ -114,6 +122,8 @@ class SharedMlps:
         """What engines keep, by their places among those that share: this engine's, then peers'."""
         self.descriptors = Descriptors(directory, engine)
         self._file = -1
+        self._is_found = False
+        """Whether the runner before this one has filled this engine's memory."""
         stream_by(slots)
 
     # --- loading ----------------------------------------------------------------------------------
@@ -165,7 +175,7 @@ class SharedMlps:
     def size(self) -> int:
         """Bytes of the memory in which this engine keeps its part of all MLPs."""
         last = next(reversed(self._weights.values()), None)
-        end = 0 if last is None else last.begin + last.part_bytes
+        end = 0 if last is None else last.begin + last.kept_bytes
         return -(-end // _ALIGNMENT) * _ALIGNMENT
 
     @property
@@ -204,6 +214,7 @@ class SharedMlps:
         else:
             # The runner before this one filled it, and peers have kept it.
             self._file, memory = found, self._memory.open(found, self.size)
+            self._is_found = True
         self._kept[self._place] = memory
         for weight in self._weights.values():
             weight.keep_in(memory, filled=found is not None)
@@ -230,9 +241,18 @@ class SharedMlps:
             layer.register_buffer("own", weight.of_layer(weight.kept), persistent=False)
             layer.own_dimension = OUTPUTS if weight.kind == GATE_UP else INPUTS
             layer.own_begin = weight.own * layer.own.shape[layer.own_dimension]
+        if not self._is_found:
+            self._add_checksums()
         self._memory.seal(self._file)
         self.descriptors.hold(self._engine, self._file)
         self._meet_peers()
+
+    def _add_checksums(self) -> None:
+        """Keep a checksum of each weight's part, by which engines that copy it compare."""
+        memory = self._kept[self._place]
+        with torch.inference_mode():
+            for weight in self._weights.values():
+                weight.checksum_in(memory).copy_(checksum(weight.bytes_in(memory)))
 
     def _check(self, model: nn.Module) -> None:
         mlps = {name: m for name, m in model.named_modules() if name in self._numbers}
@@ -307,9 +327,17 @@ class SharedMlps:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def fill_whole(self, lent: Sequence[torch.Tensor]) -> Callable[[], list[float]]:
-        """Take memory for copies of what engines keep; see ``WholeWeights.fill``."""
-        return self.whole.fill(self._kept, lent)
+    def fill_whole(self, lent: Sequence[torch.Tensor]) -> Callable[[], Filled]:
+        """Take memory for copies of what engines keep; see ``WholeWeights.fill``.
+
+        Returns:
+            Copies, in any thread, and says how; steps that stream take part (``Filling.finish``).
+        """
+        filling = self.whole.fill(self._kept, lent)
+        if filling is None:
+            return partial(Filled, 0, 0, 0.0, 0.0)
+        self._slots.keep(filling)
+        return partial(filling.finish, self._slots.copier)
 
     def be_whole(self) -> None:
         """Compute with whole weights from now on; the copies have been made."""
@@ -318,6 +346,7 @@ class SharedMlps:
 
     def be_shared(self) -> None:
         """Stream from now on what peers keep, and give the memory of all copies of it back."""
+        self._slots.keep(None)
         self.whole.use_slots()
         self._slots.streams = True
 

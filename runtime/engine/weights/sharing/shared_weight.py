@@ -1,5 +1,6 @@
 """One weight of an MLP that engines share: how it is divided, and how a part is loaded."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -8,6 +9,8 @@ import torch
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """vLLM's names of the layers whose weights are shared."""
+_WORD, _CHUNK = 8, 4096
+"""Bytes of what a checksum adds up, and of what has a place in it."""
 
 
 class Degree(NamedTuple):
@@ -66,9 +69,27 @@ class SharedWeight:
         """Return what is stored as the layer has it: ``[outputs, inputs]``."""
         return stored if self.kind == GATE_UP else stored.t()
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the part and of its checksum, which an engine keeps behind it."""
+        return self._checksum_begin + _WORD
+
+    @property
+    def _checksum_begin(self) -> int:
+        return -(-self.part_bytes // _WORD) * _WORD
+
+    def bytes_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return an engine's part, uint8, as a view of that engine's memory, uint8."""
+        return memory[self.begin : self.begin + self.part_bytes]
+
+    def checksum_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the checksum of an engine's part, int64, as a view of its memory, uint8."""
+        begin = self.begin + self._checksum_begin
+        return memory[begin : begin + _WORD].view(torch.int64)[0]
+
     def part_in(self, memory: torch.Tensor) -> torch.Tensor:
         """Return an engine's part as it is stored, as a view of that engine's memory, uint8."""
-        return self.stored(memory[self.begin : self.begin + self.part_bytes])
+        return self.stored(self.bytes_in(memory))
 
     def within(self, stored: torch.Tensor, part: int, parts: int) -> torch.Tensor:
         """Return one of so many equal parts of rows."""
@@ -107,3 +128,21 @@ class SharedWeight:
         if number in self.missing:  # else it is there, perhaps in memory that cannot be written
             target.copy_(source)
             self.missing.discard(number)
+
+
+def checksum(part: torch.Tensor) -> torch.Tensor:
+    """Return a checksum of bytes, int64, as a tensor.
+
+    It is the sum of all words, each times an odd number that tells the place of its chunk of 4 KiB.
+    So it is another one if one word is another one, or if chunks have changed places. It does not
+    see words of one chunk that have changed places, and of many changes at random it misses one in
+    2**64.
+
+    Args:
+        part: uint8; it begins at a multiple of a word.
+    """
+    chunk = math.gcd(part.numel(), _CHUNK)
+    words = part.view(torch.int64) if chunk % _WORD == 0 else part
+    sums = words.view(-1, chunk // words.element_size()).sum(1, dtype=torch.int64)
+    places = torch.arange(1, 2 * sums.numel(), 2, device=part.device)
+    return (sums * places).sum()

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from shoal.policies.values.layouts import DP
+
 OPERATOR = "shoal::use_weights"
 """Has a layer's weights in its slot before the layer is computed."""
 SLOTS = 2
@@ -22,7 +24,7 @@ class Copy(NamedTuple):
     target: torch.Tensor
     source: torch.Tensor
     is_own: bool = False
-    """Whether this engine keeps the source itself."""
+    """Whether the source is in this engine's own memory."""
 
 
 class Copier(Protocol):
@@ -33,6 +35,16 @@ class Copier(Protocol):
 
     def wait(self, started: Any) -> None:
         """Let what is computed from now on see these copies."""
+
+    def finish(self, started: Any) -> None:
+        """Wait, in any thread, until these copies have ended."""
+
+
+class Keeper(Protocol):
+    """Wants layers that DP has streamed (``filling.Filling``)."""
+
+    def stream(self, layer: int, copier: Copier) -> Any:
+        """Begin to copy a layer out of its slot; return what to wait for, None: no copy begun."""
 
 
 class HostCopier:
@@ -48,6 +60,8 @@ class HostCopier:
     def wait(self, started: "Future[None]") -> None:
         """See ``Copier.wait``."""
         started.result()
+
+    finish = wait
 
 
 def copy_all(copies: Sequence[Copy]) -> None:
@@ -81,6 +95,9 @@ class WeightSlots:
         self.streams = True
         """Whether layers are copied into slots; if not, they have whole weights."""
         self._filled: list[Filled | None] = [None] * SLOTS
+        self._keeper: Keeper | None = None
+        self._read: list[Any] = [None] * SLOTS
+        """For each slot, copies out of it that have begun, as ``Copier.start`` returned them."""
 
     def use(self, tp: int, layer: int) -> None:
         """Have a layer's weights in its slot, and begin to fill the other slot with the next one's.
@@ -92,13 +109,26 @@ class WeightSlots:
             return
         filled = self._fill(tp, layer)
         self.copier.wait(filled.started)
+        if self._keeper is not None and tp == DP.tp:
+            begun = self._keeper.stream(layer, self.copier)
+            self._read[layer % SLOTS] = begun or self._read[layer % SLOTS]
         following = (layer + 1) % len(self.copies[tp])
         if following % SLOTS != layer % SLOTS:
             self._fill(tp, following)
 
+    def keep(self, keeper: Keeper | None) -> None:
+        """Let DP's layers be copied out of their slots as steps stream them; None: no more.
+
+        What is computed from now on is after the copies that a former keeper has begun.
+        """
+        self._keeper = keeper
+        for slot in range(SLOTS):
+            self._await_readers(slot)
+
     def stop(self) -> None:
         """Copy nothing from now on, until ``streams``; all copies have ended then."""
         self.streams = False
+        self.keep(None)
         for filled in self._filled:
             if filled is not None:
                 self.copier.wait(filled.started)
@@ -108,9 +138,16 @@ class WeightSlots:
         filled = self._filled[layer % SLOTS]
         if filled is None or filled[:2] != (tp, layer):
             # Copies are done in order: what is still on its way to this slot comes first.
+            self._await_readers(layer % SLOTS)
             filled = Filled(tp, layer, self.copier.start(self.copies[tp][layer]))
             self._filled[layer % SLOTS] = filled
         return filled
+
+    def _await_readers(self, slot: int) -> None:
+        """Let what is begun from now on be after the copies out of a slot."""
+        if self._read[slot] is not None:
+            self.copier.wait(self._read[slot])
+            self._read[slot] = None
 
 
 _slots: list[WeightSlots] = []

@@ -13,11 +13,13 @@ class _Streams(NamedTuple):
     peers: torch.cuda.Stream
     """For what comes over the link: one peer's part after the other (peak shifting)."""
     own: torch.cuda.Stream
-    """For what this engine keeps itself, which takes nothing of the link."""
+    """For what is in this engine's own memory, which takes nothing of the link."""
 
 
 class StreamCopier:
-    """See the module. It is used by one thread, on whose current stream layers are computed.
+    """See the module.
+
+    One thread uses it, on whose current stream layers are computed; only ``finish`` is for any.
 
     Args:
         device: this engine's.
@@ -47,6 +49,11 @@ class StreamCopier:
         computing = torch.cuda.current_stream(self._device)
         for copied in started:
             computing.wait_event(copied)
+
+    def finish(self, started: tuple[torch.cuda.Event, ...]) -> None:
+        """See ``Copier.finish``."""
+        for copied in started:
+            copied.synchronize()
 
     def _copy(self, copy: Copy, stream: int) -> None:
         target, source = copy.target, copy.source

@@ -5,26 +5,17 @@ When an engine has whole weights, each layer has copies of its peers' parts, in 
 it. The addresses stay the same, so models need not know of a change.
 """
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-from shoal.runtime.clock import Clock
+from shoal.runtime.engine.weights.sharing.filling import PATIENCE_SECONDS, Filling, Part
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
 from shoal.runtime.engine.weights.sharing.pages import Exchange, Pages
 from shoal.runtime.engine.weights.sharing.shared_weight import SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import SLOTS
-
-_COMPARED = 32 << 20
-"""Bytes that are compared at once: the comparison needs as much memory again."""
-_AWAITED = 16
-"""Copies that are begun before the host waits for them. While steps stream, a wait takes about as
-long as a step, because a GPU takes up copies in the order in which they were begun."""
 
 
 class _Place(NamedTuple):
@@ -45,11 +36,10 @@ class WholeWeights:
 
     Args:
         pages: makes the slots, and exchanges what is behind addresses.
-        clock: seconds.
     """
 
-    def __init__(self, pages: Pages, clock: Clock = time.monotonic) -> None:
-        self._pages, self._clock = pages, clock
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
         self._slots: dict[tuple[str, int, tuple[int, int]], torch.Tensor] = {}
         """By the kind of weight, the number of the slot, and the shape of the whole weight."""
         self._weights: dict[str, SharedWeight] = {}
@@ -57,7 +47,10 @@ class WholeWeights:
         """Of each weight, by its name."""
         self._lent: Sequence[torch.Tensor] | None = None
         """What KV has lent for each weight: it is being filled, filled, or in use."""
-        self._filling = threading.Lock()
+        self._filling: Filling | None = None
+        """What copies into it."""
+        self.patience = PATIENCE_SECONDS
+        """How long copies wait for steps that stream (``filling``)."""
         self.are_whole = False
         """Whether each layer has its own weights, and none is streamed."""
 
@@ -121,66 +114,45 @@ class WholeWeights:
 
     def fill(
         self, kept: Mapping[int, torch.Tensor], lent: Sequence[torch.Tensor]
-    ) -> Callable[[], list[float]]:
-        """Take memory for copies of what engines keep; nothing happens if copies are in use.
+    ) -> Filling | None:
+        """Take memory for copies of what engines keep; return None if copies are in use.
 
         Args:
             kept: what engines keep, by their places among those that share weights.
             lent: memory for each weight, of ``moving_bytes``, which nothing else uses.
-
-        Returns:
-            Copies, in any thread, while slots are in use; returns the seconds that each round of
-            copies took. Raises ``ValueError`` if a copy differs from what its engine keeps, or if
-            the memory has been given back meanwhile.
         """
         if self.are_whole:
-            return list
+            return None
+        if self._filling is not None:
+            self._filling.give_up()
         self._lent = lent
-        beside = _beside(lent[0].device)
+        self._filling = Filling(self._layers(kept, lent), self.patience)
+        return self._filling
 
-        def copy() -> list[float]:
-            times = [self._clock()]
-            with self._filling, beside, torch.inference_mode():
-                copies = self._copies(kept, lent)
-                while begun := list(islice(copies, _AWAITED)):
-                    if self._lent is not lent:
-                        raise ValueError("the change of memory has been given up")
-                    for _, parts in begun:
-                        self._copy(*parts)
-                    differ = torch.stack([self._differ(*parts) for _, parts in begun]).tolist()
-                    if any(differ):
-                        name, _ = begun[differ.index(True)]
-                        raise ValueError(f"the copy of {name} differs from what its engine keeps")
-                    times.append(self._clock())
-            return [after - before for before, after in pairwise(times)]
-
-        return copy
-
-    def _copies(
+    def _layers(
         self, kept: Mapping[int, torch.Tensor], lent: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-        """Yield where each part comes to lie, and where it is, by the name of its weight.
+    ) -> dict[int, list[Part]]:
+        """Return what is to be copied of each layer.
 
         The next engine's part comes first (peak shifting), this engine's own comes last.
         """
+        layers: dict[int, list[Part]] = {}
         for (name, weight), memory in zip(self._weights.items(), lent, strict=True):
-            size, parts = weight.part_bytes, weight.degree.parts
+            place, parts = self._places[name], weight.degree.parts
             own = nested_shard(weight.own, parts)  # the order is its own inverse
             for step in range(1, parts if parts == 2 else parts + 1):
                 holder = (own + step) % parts
-                begin = nested_shard(holder, parts) * size - self._places[name].moving.start
-                source = kept[holder][weight.begin : weight.begin + size]
-                yield name, (memory[begin : begin + size], source)
-
-    @staticmethod
-    def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    @staticmethod
-    def _differ(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Return whether any byte differs, as a tensor: the device may not have looked yet."""
-        pairs = zip(target.split(_COMPARED), source.split(_COMPARED), strict=True)
-        return torch.stack([(copy != kept).any() for copy, kept in pairs]).any()
+                begin = nested_shard(holder, parts) * weight.part_bytes
+                end, first = begin + weight.part_bytes, place.moving.start
+                part = Part(
+                    name=name,
+                    target=memory[begin - first : end - first],
+                    source=weight.bytes_in(kept[holder]),
+                    slot=None if holder == own else place.slot[begin:end],
+                    checksum=weight.checksum_in(kept[holder]),
+                )
+                layers.setdefault(weight.layer, []).append(part)
+        return layers
 
     def use_copies(self) -> None:
         """Put each layer's own weights behind its addresses; slots are not used any more."""
@@ -194,22 +166,15 @@ class WholeWeights:
     def use_slots(self) -> None:
         """Put the slots behind the addresses of all layers, and give KV its memory back, zeroed."""
         lent, self._lent = self._lent, None
+        filling, self._filling = self._filling, None
         if lent is None:
             return
-        with self._filling, torch.inference_mode():  # whoever copies into it has noticed
+        if filling is not None:
+            filling.give_up()
+        with torch.inference_mode():
             for memory in lent:
                 memory.zero_()  # attention multiplies what it masks, too: nothing may be NaN
         places = self._places.values()
         moving = [Exchange(p.at[p.moving], p.slot[p.moving]) for p in places]
         self._pages.put(moving)  # and waits for the zeros
         self.are_whole = False
-
-
-def _beside(device: torch.device) -> AbstractContextManager[Any]:
-    """On GPUs, return a stream beside steps, which is after all that this thread has begun."""
-    if device.type == "cpu":
-        return nullcontext()
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    beside: AbstractContextManager[Any] = torch.cuda.stream(stream)
-    return beside

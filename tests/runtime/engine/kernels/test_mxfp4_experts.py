@@ -1,4 +1,4 @@
-"""Experts in MXFP4: ranges of what vLLM packs for DP, and the proof at start that they are ranges.
+"""Experts in MXFP4: parts of what vLLM packs for DP, and the proof at start that they are parts.
 
 vLLM packs nothing on CPUs, so a stand-in packs as its Triton kernel on Hopper wants it: in another
 order, without the tensors of the checkpoint, inside values of ``triton_kernels``.
@@ -33,6 +33,7 @@ from tests.runtime.engine.expert_layers import (
     make_experts,
     without_groups,
 )
+from tests.runtime.engine.kernels import hopper_order
 from tests.runtime.engine.one_rank import ranks
 from tests.runtime.engine.owned_bytes import owned_bytes
 
@@ -47,15 +48,16 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> None:
     without_groups(monkeypatch)
 
 
-def make(rank: int, degree: int, *, views: bool, by_expert: bool = True) -> ExpertsLayer:
+def make(
+    rank: int, degree: int, *, views: bool, by_expert: bool = True, inner: int = INTERMEDIATE
+) -> ExpertsLayer:
     config = SharedWeights(views=views, inner=GptOssMxfp4Config())
-    shape = (rank, degree, HIDDEN, INTERMEDIATE)
-    return make_experts(config, *shape, by_expert=by_expert, **GPT_OSS)
+    return make_experts(config, rank, degree, HIDDEN, inner, by_expert=by_expert, **GPT_OSS)
 
 
-def loaded() -> ExpertsLayer:
+def loaded(inner: int = INTERMEDIATE) -> ExpertsLayer:
     """Return the DP layer with a random checkpoint, which vLLM has not processed yet."""
-    layer = make(0, 1, views=False)
+    layer = make(0, 1, views=False, inner=inner)
     draw = torch.Generator().manual_seed(8)
     layer.gate.weight.data = torch.randn(EXPERTS, HIDDEN, generator=draw)
     for key, parameter in layer.routed.named_parameters():
@@ -68,15 +70,22 @@ def loaded() -> ExpertsLayer:
     return layer
 
 
-def full() -> ExpertsLayer:
-    layer = loaded()
+def full(inner: int = INTERMEDIATE) -> ExpertsLayer:
+    layer = loaded(inner)
     layer.routed.quant_method.process_weights_after_loading(layer.routed)
     arrange_weights(ResidentWeights(layer), LARGEST)
     return layer
 
 
-def view(dp: ExpertsLayer, rank: int, degree: int) -> ExpertsLayer:
-    layer = make(rank, degree, views=True)
+def view(
+    dp: ExpertsLayer,
+    rank: int,
+    degree: int,
+    *,
+    by_expert: bool = True,
+    inner: int = INTERMEDIATE,
+) -> ExpertsLayer:
+    layer = make(rank, degree, views=True, by_expert=by_expert, inner=inner)
     view_weights(layer, ResidentWeights(dp), Layout(tp=degree), rank)
     layer.routed.quant_method.process_weights_after_loading(layer.routed)
     return layer
@@ -132,11 +141,35 @@ def test_the_experts_of_another_member_give_another_result() -> None:
     assert not torch.allclose(output(right), output(wrong), rtol=0.1, atol=1.0)
 
 
-def test_shares_of_each_expert_are_refused() -> None:
+UNEVEN = 192
+"""Six times the inner features that share a scale: two of four members have one part, two have two.
+"""
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_members_with_shares_of_each_expert_add_up_to_dp(degree: int) -> None:
+    dp = full(UNEVEN)
+    members = [view(dp, rank, degree, by_expert=False, inner=UNEVEN) for rank in range(degree)]
+    torch.testing.assert_close(sum(map(output, members)), output(dp), rtol=1e-5, atol=1e-3)
+    assert [owned_bytes(member, dp) for member in members] == [0] * degree
+    sizes = [2 * member.routed.w2_weight.shape[2] for member in members]
+    assert sizes == ([96, 96] if degree == 2 else [32, 64, 32, 64])
+
+
+def test_the_share_of_another_member_gives_another_result() -> None:
     dp = full()
-    member = make(1, 2, views=True, by_expert=False)
-    with pytest.raises(UnviewableWeights, match=r"^experts\.routed_experts: vLLM divides each exp"):
-        view_weights(member, ResidentWeights(dp), Layout(tp=2), 1)
+    right, wrong = (view(dp, 1, 2, by_expert=False) for _ in range(2))
+    wrong.routed.w2_weight = view(dp, 0, 2, by_expert=False).routed.w2_weight
+    assert not torch.allclose(output(right), output(wrong), rtol=0.1, atol=1.0)
+
+
+def test_a_bias_that_two_members_add_gives_another_sum() -> None:
+    dp = full()
+    first, second = (view(dp, rank, 2, by_expert=False) for rank in range(2))
+    assert second.routed.w2_bias is None
+    second.routed.w2_bias = dp.routed.w2_bias
+    second.routed.quant_method.process_weights_after_loading(second.routed)
+    assert not torch.allclose(output(first) + output(second), output(dp), rtol=0.1, atol=0.5)
 
 
 # --- as GPUs have them ----------------------------------------------------------------------------
@@ -179,18 +212,23 @@ def packed(tensor: torch.Tensor) -> Tensor:
 
 
 Pack = Callable[[torch.Tensor], Any]
-Choose = Callable[[Mxfp4MoeBackend, Pack], None]
+Choose = Callable[..., None]
 
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
     """Return what lets vLLM choose a kernel, as on a GPU, and pack each tensor for it in a way."""
 
-    def choose(kernel: Mxfp4MoeBackend, pack: Pack) -> None:
+    def choose(
+        kernel: Mxfp4MoeBackend, pack: Pack, scales: Pack | None = None, *, hopper: bool = False
+    ) -> None:
+        pack_scales = scales or pack
+        on_gpu.is_device_capability = lambda number: hopper and number == 90
+
         def convert(mxfp4_backend: Any, layer: nn.Module, **of: Any) -> tuple[Any, ...]:
             for key in ("w13_weight", "w2_weight", *SCALES):
                 delattr(layer, key)
-            configs = [PrecisionConfig(pack(of[key])) for key in SCALES]
+            configs = [PrecisionConfig(pack_scales(of[key])) for key in SCALES]
             biases = [of[key].float() for key in ("w13_bias", "w2_bias")]
             return (pack(of["w13_weight"]), pack(of["w2_weight"]), *configs, *biases)
 
@@ -203,6 +241,20 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
     on_gpu = SimpleNamespace(is_cpu=lambda: False)
     monkeypatch.setattr(mxfp4_experts, "current_platform", on_gpu)
     return choose
+
+
+def on_hopper(tensor: torch.Tensor) -> Tensor:
+    """Pack values as on Hopper, where two are in a byte."""
+    experts, rows, size = tensor.shape
+    shape = [experts, 2 * size, rows]
+    return Tensor(Storage(hopper_order.values(tensor), Hopper()), "fp4", shape, list(shape))
+
+
+def scales_on_hopper(tensor: torch.Tensor) -> Tensor:
+    """Pack scales as on Hopper, where vLLM pads their columns."""
+    experts, rows, columns = tensor.shape
+    shape = [experts, columns + -columns % hopper_order.SCALE_COLUMNS, rows]
+    return Tensor(Storage(hopper_order.scales(tensor), Hopper()), "uint8", shape, list(shape))
 
 
 @pytest.fixture
@@ -251,6 +303,89 @@ def test_packed_bytes_are_counted_once() -> None:
     inside = [buffer for key, buffer in member.routed.named_buffers() if "packed" in key]
     assert len(inside) == len(storages) == 4
     assert all(tensor.untyped_storage().data_ptr() in storages for tensor in inside)
+
+
+INNER = 576
+"""Four and a half times the inner features that are packed together on Hopper; 2,880 of GPT-OSS are
+22 and a half times."""
+
+
+def stored_share(layer: ExpertsLayer, features: range) -> dict[str, torch.Tensor]:
+    """Return some inner features of a checkpoint's experts: of ``w13`` two rows each."""
+    rows = slice(2 * features.start, 2 * features.stop)
+    routed = layer.routed
+    return {
+        "w13_weight": routed.w13_weight[:, rows],
+        "w13_weight_scale": routed.w13_weight_scale[:, rows],
+        "w13_bias": routed.w13_bias[:, rows].float(),
+        "w2_weight": routed.w2_weight[:, :, features.start // 2 : features.stop // 2],
+        "w2_weight_scale": routed.w2_weight_scale[:, :, features.start // 32 : features.stop // 32],
+    }
+
+
+@pytest.mark.parametrize(
+    ("degree", "shares"),
+    [
+        (2, (range(256), range(256, 576))),
+        (4, (range(128), range(128, 256), range(256, 384), range(384, 576))),
+    ],
+)
+def test_a_share_is_what_hopper_packs_of_a_members_features(
+    choose: Choose, degree: int, shares: tuple[range, ...]
+) -> None:
+    choose(TRITON, on_hopper, scales_on_hopper, hopper=True)
+    stored, dp = loaded(INNER), full(INNER)
+    whole = packed_of(dp)
+    for rank, features in enumerate(shares):
+        member = view(dp, rank, degree, by_expert=False, inner=INNER)
+        found, alone = packed_of(member), stored_share(stored, features)
+        for key, tensor in alone.items():
+            pack = scales_on_hopper if key in SCALES else on_hopper
+            expected = tensor if key == "w13_bias" else pack(tensor).storage.data
+            assert torch.equal(found[key], expected), key
+            storages = [of[key].untyped_storage().data_ptr() for of in (found, whole)]
+            assert storages[0] == storages[1]
+        assert member.routed.w13_weight.shape == [EXPERTS, HIDDEN, 2 * len(features)]
+        assert member.routed.w2_weight.shape == [EXPERTS, len(features), HIDDEN]
+        assert (member.routed.w2_bias is None) == (rank > 0)
+
+
+def mixing(tensor: torch.Tensor) -> Tensor:
+    """Pack each expert by itself, but rows of all its features together."""
+    return on_hopper(tensor.roll(16, dims=1))
+
+
+def longer(tensor: torch.Tensor) -> Tensor:
+    """Pack scales as on Hopper, and show another shape."""
+    found = scales_on_hopper(tensor)
+    found.shape[2] += 1
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pack", "scales", "why"),
+    [
+        (mixing, scales_on_hopper, "packs the w13_weight of a share unlike the share of that of"),
+        (on_hopper, on_hopper, "packs the w13_weight_scale of a share unlike"),
+        (on_hopper, longer, "packs the w13_weight_scale of a share unlike"),
+    ],
+)
+def test_shares_that_are_no_parts_of_what_is_packed_end_the_start(
+    choose: Choose, pack: Pack, scales: Pack, why: str
+) -> None:
+    choose(TRITON, pack, scales, hopper=True)
+    with pytest.raises(NotImplementedError, match=why):
+        full(INNER)
+
+
+def test_shares_are_refused_where_nobody_knows_how_they_are_packed(choose: Choose) -> None:
+    choose(TRITON, packed)
+    dp = full()
+    with pytest.raises(
+        UnviewableWeights,
+        match=r"^experts\.routed_experts: vLLM divides each exp.*; --whole-experts 0 divides",
+    ):
+        view(dp, 1, 2, by_expert=False)
 
 
 def of_others(tensor: torch.Tensor) -> Tensor:

@@ -230,12 +230,20 @@ def test_a_request_may_be_seated_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runner.table("r") == told("r", [21, 22, 23], [5, 6]).table("r")
 
 
-def test_members_draw_the_same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.runtime.engine.layouts.test_seats.SAMPLING", SamplingParams())
-    seeds = []
-    for _ in range(2):
-        np.random.seed(1)
+def test_members_draw_the_same_seed_for_a_request_without_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They do so before they are bound, when their generators are in different states."""
+    monkeypatch.setattr(SAMPLING, "seed", None)
+    seeds, drawn = list[dict[str, int]](), list[int]()
+    for member in range(2):
+        np.random.seed(member)
+        undisturbed = np.random.RandomState(member).randint(1 << 30)
         runner = Runner()
-        begin(seated(runner, "a", "b"), runner, "a", more=None)
-        seeds.append(runner.table("a")["seed"])
+        seated(runner, "r", "other")
+        drawn.append(np.random.randint(1 << 30))
+        assert drawn[-1] == undisturbed, "the layout's own numbers"
+        seeds.append({name: runner.table(name)["seed"] for name in ("r", "other")})
+    assert drawn[0] != drawn[1]
     assert seeds[0] == seeds[1]
+    assert seeds[0]["r"] != seeds[0]["other"]

@@ -28,7 +28,8 @@ class Queues:
             receivers[layout].bind(f"inproc://{layout.name}")
             self.senders[layout] = context.socket(zmq.PUSH)
             self.senders[layout].connect(f"inproc://{layout.name}")
-        self.received = StepQueues(receivers)
+        self.prepared: list[tuple[Layout, steps.Instruction]] = []
+        self.received = StepQueues(receivers, lambda *each: self.prepared.append(each))
 
     def send(self, layout: Layout, *instructions: steps.Instruction) -> None:
         for instruction in instructions:
@@ -142,6 +143,19 @@ def test_other_queues_are_read_while_there_is_nothing_to_do(queues: Queues) -> N
         (GROUP, steps.Call(0, "load_model")),
         (GROUP, step(0)),
     ]
+
+
+def test_what_prepares_another_layout_is_followed_while_there_is_nothing_to_do(
+    queues: Queues,
+) -> None:
+    more, later = steps.Extend([1], {0: [7]}), steps.Extend([2], {0: [8]})
+    queues.send(GROUP, more, step(0), later)
+    while queues.received.receive_own(0.05) is not None or not queues.prepared:
+        pass
+    assert queues.prepared == [(GROUP, more)]
+    queues.send(OWN, steps.Attach(GROUP, 5))
+    assert [queues.take(), queues.take()] == [(GROUP, step(0)), (GROUP, later)]
+    assert queues.prepared == [(GROUP, more)], "nothing overtakes what was sent before it"
 
 
 def test_what_was_read_of_a_replaced_queue_is_dropped(queues: Queues) -> None:

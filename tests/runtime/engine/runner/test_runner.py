@@ -1,7 +1,8 @@
 """What a runner keeps for each layout besides its worker."""
 
 import random
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ import torch
 import zmq
 from vllm.utils.torch_utils import set_random_seed
 
-from shoal.policies.values.layouts import DP, Layout, alone, tensor_parallel
+from shoal.policies.values.layouts import DP, Layout, Unit, alone, tensor_parallel
 from shoal.runtime.config import Addresses
 from shoal.runtime.engine.kv.kv_cache import BlockMap
+from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import push_socket
 from shoal.runtime.engine.runner.runner import RandomStates, Responder, Runner
@@ -99,16 +101,28 @@ def test_an_answer_that_waits_for_the_device_holds_up_no_one_but_later_answers(
     context.term()
 
 
+class Worker:
+    """A layout's worker without a model. It notes what it is told of requests."""
+
+    map_blocks = LayoutWorker.map_blocks
+    model_runner = None
+
+    def __init__(self, unit: Unit, execute: Callable[..., str]) -> None:
+        self.unit, self.execute, self.answers = unit, execute, True
+        self.block_map: BlockMap | None = None
+        self.told = list[Any]()
+        self.introductions = SimpleNamespace(
+            add=self.told.append, seat=lambda requests, _: self.told.append(requests)
+        )
+
+
 class Units:
     """A runner without a model, the queues that it reads, and where it answers."""
 
     def __init__(self, directory: Path) -> None:
         self.context: zmq.Context[Any] = zmq.Context()
         self.units = {DP: alone(0), GROUP: tensor_parallel((0, 1))}
-        self.workers = {
-            layout: SimpleNamespace(unit=unit, block_map=None, answers=True, execute=self.execute)
-            for layout, unit in self.units.items()
-        }
+        self.workers = {layout: Worker(unit, self.execute) for layout, unit in self.units.items()}
         addresses = Addresses(directory)
         self.answers = self.context.socket(zmq.PULL)
         self.answers.bind(addresses.responses(0))
@@ -175,3 +189,28 @@ def test_a_lease_may_grow_before_the_group_is_first_bound(units: Units) -> None:
     assert isinstance(block_map, BlockMap)
     assert block_map._physical == {0: 0, 1: 7, 2: 8, 3: 9}
     units.tell(GROUP, instructions.Detach(1))
+
+
+def test_a_coming_group_is_prepared_while_there_is_nothing_else_to_do(units: Units) -> None:
+    """Its numbers stay those of its bind: nothing draws from its generators before that."""
+    group, seat = units.workers[GROUP], [instructions.Rest("r", array("i", [5]), 3, ([1],))]
+    for each in (
+        instructions.Introduce("a request"),
+        instructions.Extend([1], {0: [7], 1: [5]}),
+        instructions.Seat(seat),
+        instructions.Bind(1, [2], {0: [8], 1: [6]}, seed=0),
+        instructions.Introduce("another"),
+    ):
+        units.queues[GROUP].send(instructions.dumps(each))
+    while units.runner._queues.receive_own(0.05) is not None or len(group.told) < 2:
+        pass
+    assert group.told == ["a request", seat]
+    assert group.block_map is not None
+    assert group.block_map._physical == {0: 0, 1: 7}, "before its bind"
+    assert units.runner._layout == DP
+    units.tell(DP, instructions.Step(1, "a step", None, sample=True))
+    units.queues[DP].send(instructions.dumps(instructions.Attach(GROUP, 1)))
+    units.runner._turn()
+    units.runner._turn()
+    assert group.block_map._physical == {0: 0, 1: 7, 2: 8}
+    assert group.told == ["a request", seat, "another"]

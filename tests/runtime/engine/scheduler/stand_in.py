@@ -34,6 +34,7 @@ class StandIn:
         self.kv_cache_manager = SimpleNamespace(
             block_pool=_pool(caching=False),
             coordinator=SimpleNamespace(single_type_managers=managers),
+            estimate_cached_tokens=lambda _: 0,
         )
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
         self.vllm_config = SimpleNamespace(

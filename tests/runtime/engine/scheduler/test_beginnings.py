@@ -13,6 +13,7 @@ from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.engine.layouts.introductions import Introductions
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel
+from shoal.runtime.engine.scheduler import beginnings as beginnings_module
 from shoal.runtime.engine.scheduler.beginnings import Beginnings
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.scheduler.toy_engines import Make, ToyEngines
@@ -218,6 +219,52 @@ def test_requests_that_were_foretold_have_seats(make: Make) -> None:
     v2 = engines.runners[engines.group.unit].v2
     assert seats(engines) == (len(names) if v2 else 0)
     assert kept(engines) == (0, 0)
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_runners_forget_a_request_that_loses_its_seat_unless_it_comes(
+    make: Make, comes: bool
+) -> None:
+    """It was there before, and its seat is not sent. A later step must not end it once it runs."""
+    engines, (name,) = foretold(make, requests=1)
+    group = engines.group
+    group._scheduler.finished_req_ids.add(name)
+    group.expect(name, engines.frames[name])
+    (announced,) = engines.own[0].announce([name])
+    assert group.allot(announced)
+    group._carried.blocks.forget(group._carried.expected(name))
+    group.tell_allotted()
+    assert seats(engines) == 0
+    v2 = engines.runners[group.unit].v2
+    assert (name in group._scheduler.finished_req_ids) is not v2
+    if comes:
+        (exported,) = engines.own[0].export([name])
+        assert group.adopt(engines.own[0].unit, exported.whole({name: announced}), with_kv=True)
+        group.copy()
+        engines.step(group, 3)
+        assert name in group._scheduler.requests
+    group.abort([name])
+    assert name in group._scheduler.finished_req_ids
+
+
+def test_runners_get_few_seats_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between them they run steps: one for all of many requests would hold a step up."""
+    monkeypatch.setattr(beginnings_module, "SEATS", 2)
+    engines, names = foretold(make, requests=3)
+    told = list[int]()
+    channel = engines.group._beginnings._channel
+    send = channel.send
+
+    def noting(instruction: Any) -> None:
+        if isinstance(instruction, instructions.Seat):
+            told.append(len(instruction.requests))
+        send(instruction)
+
+    channel.send = noting  # type: ignore[method-assign]
+    for name in names:
+        engines.group.expect(name, engines.frames[name])
+    engines.foretell(engines.own[0], engines.group, names)
+    assert told == ([2, 1] if engines.runners[engines.group.unit].v2 else [])
 
 
 def test_where_requests_run_nobody_is_seated(make: Make) -> None:

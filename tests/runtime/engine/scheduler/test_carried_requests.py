@@ -437,6 +437,7 @@ def test_the_first_output_says_how_many_tokens_came_before(make: Make) -> None:
     said = [stats.num_prompt_tokens for stats in told if stats is not None]
     assert said == [len(PROMPTS[1]), len(PROMPTS[1]) + had]
     assert told[had] is not None, "with the first"
+    assert [stats.num_cache_creation_tokens for stats in told if stats is not None] == [20, 0]
 
 
 def test_a_recomputed_requests_first_output_says_so_too(make: Make) -> None:

@@ -187,7 +187,7 @@ def seated(engines: ToyEngines, unit: Unit) -> list[str]:
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_a_group_is_told_of_promised_requests_once_it_is_bound(make: Make, copied: bool) -> None:
+def test_a_group_is_told_of_promised_requests_before_it_is_bound(make: Make, copied: bool) -> None:
     engines = make()
     own, group = engines.own, engines.group
     if not group._scheduler.use_v2_model_runner:
@@ -197,10 +197,10 @@ def test_a_group_is_told_of_promised_requests_once_it_is_bound(make: Make, copie
     lend_group(engines, 40)
     found = promise(engines, own[0], group, ["r"])
     copy(own[0], group, found, *own)
-    settle(own[0], group, copied=copied)
     assert seated(engines, GROUP) == []
-    engines.bind(20)
+    settle(own[0], group, copied=copied)
     assert seated(engines, GROUP) == (["r"] if copied else [])
+    engines.bind(20)
     engines.carry(own[0], group, ["r"], expected=True)
     engines.finish(group)
     assert engines.tokens["r"] == undisturbed(make, PROMPTS[3], max_tokens=60)

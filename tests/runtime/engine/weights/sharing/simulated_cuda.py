@@ -163,6 +163,9 @@ class Event:
         self.of = stream.cuda_stream
         stream.seen.append(("event", self.of))
 
+    def synchronize(self) -> None:
+        """Return at once: what streams are given is done at once."""
+
 
 class Stream:
     """A stream; 0 is the one that computes."""

@@ -19,6 +19,7 @@ from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.sharing.device_pages import DevicePages
 from shoal.runtime.engine.weights.sharing.device_shards import DeviceShards
+from shoal.runtime.engine.weights.sharing.filling import Filling
 from shoal.runtime.engine.weights.sharing.pages import HostPages, Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import HostShards, ShardMemory
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
@@ -26,7 +27,6 @@ from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
 from shoal.runtime.engine.weights.sharing.slots import Copier, HostCopier, WeightSlots, stream_by
 from shoal.runtime.engine.weights.sharing.stream_copier import StreamCopier
-from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
 from tests.runtime.engine.one_rank import tensor_parallel
@@ -34,7 +34,10 @@ from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver, simu
 
 HIDDEN, INNER, LAYERS, ENGINES = 96, 32, 3, 4
 """A half of ``gate_up_proj`` is three pages, and one of ``down_proj`` a page and a half."""
+CHECKSUMS = 2 * LAYERS * 256
+"""Bytes by which what an engine keeps is larger for its checksums."""
 PAGE = HostPages.page
+LONG_SECONDS = 60.0
 X = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
 
 
@@ -136,6 +139,7 @@ class SharingEngine:
             load(self.dp)
         self.store = SharedStore(self.dp, self.mlps)
         arrange_weights(self.store, groups)
+        self.mlps.whole.patience = 0.0
         self.made.append(self)
 
     def complete(self) -> None:
@@ -224,11 +228,12 @@ def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_an_engine_keeps_a_part_and_two_slots(tmp_path: Path, share: int) -> None:
     engine = node(tmp_path, share)[1]
     layer = 3 * HIDDEN * INNER * 4
-    assert engine.store.resident_bytes == LAYERS * layer // share + 2 * layer
+    assert engine.store.resident_bytes == LAYERS * layer // share + 2 * layer + CHECKSUMS
     copied = [copy.source for of in engine.slots.copies[1].values() for copy in of]
     assert sum(source.nbytes for source in copied) == LAYERS * layer * (share - 1) // share
     # The addresses of each layer, behind which slots are, count as well.
-    assert engine.mlps.borrowed_bytes == LAYERS * layer * (share - 1) // share + LAYERS * layer
+    peers = (share - 1) * (LAYERS * layer // share + CHECKSUMS)
+    assert engine.mlps.borrowed_bytes == peers + LAYERS * layer
     memory = engine.mlps._kept[engine.number % share].untyped_storage().data_ptr()
     storages = {p.untyped_storage().data_ptr() for p in engine.member(4).parameters()}
     assert storages == {memory}, "a wider layout has nothing of its own"
@@ -239,7 +244,7 @@ def test_an_engine_with_whole_weights_streams_nothing(
 ) -> None:
     engine, *_ = node(tmp_path, 2)
     layer = 3 * HIDDEN * INNER * 4
-    shared = LAYERS * layer // 2 + 2 * layer
+    shared = LAYERS * layer // 2 + 2 * layer + CHECKSUMS
     assert engine.store.resident_bytes == shared
     copy = engine.mlps.fill_whole(engine.lent)
     copy()
@@ -278,24 +283,81 @@ def test_copies_that_are_given_up_change_nothing(tmp_path: Path, stock: list[tor
         engine.mlps.be_whole()
 
 
-def test_nothing_is_copied_into_memory_that_kv_has_back(tmp_path: Path) -> None:
-    engine, *_ = node(tmp_path, 2)
+@pytest.mark.parametrize("kind", [on_cpu, on_simulated_gpu])
+@pytest.mark.parametrize("share", [2, 4])
+def test_steps_that_stream_make_the_weights_whole(
+    tmp_path: Path,
+    stock: list[torch.Tensor],
+    share: int,
+    kind: Kind,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulate_streams(monkeypatch, [])
+    for engine in node(tmp_path, share, kind)[:share]:
+        engine.mlps.whole.patience = LONG_SECONDS
+        copy = engine.mlps.fill_whole(engine.lent)
+        with ThreadPoolExecutor(1) as threads:
+            filled = threads.submit(copy)
+            assert all(map(is_close, engine.outputs(1), stock)), "steps go on meanwhile"
+            assert filled.result()[:2] == (LAYERS, 0)
+        engine.mlps.be_whole()
+        assert all(map(is_close, engine.outputs(1), stock))
+
+
+def test_what_no_step_streams_is_copied_from_where_it_is_kept(
+    tmp_path: Path, stock: list[torch.Tensor]
+) -> None:
+    engine, *_ = node(tmp_path, 4)
+    engine.member(2)
     copy = engine.mlps.fill_whole(engine.lent)
-    engine.mlps.be_shared()
-    with pytest.raises(ValueError, match="has been given up"):
-        copy()
+    engine.slots.use(1, 1)
+    engine.slots.use(2, 0)  # of which a slot has a half only
+    assert copy()[:2] == (1, LAYERS - 1)
+    engine.mlps.be_whole()
+    assert all(map(is_close, engine.outputs(1), stock))
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["before", "while it waits"])
+def test_nothing_is_copied_into_memory_that_kv_has_back(tmp_path: Path, in_thread: bool) -> None:
+    engine, *_ = node(tmp_path, 2)
+    engine.mlps.whole.patience = LONG_SECONDS
+    copy = engine.mlps.fill_whole(engine.lent)
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(copy) if in_thread else None
+        engine.slots.use(1, 0)
+        engine.mlps.be_shared()
+        with pytest.raises(ValueError, match="has been given up"):
+            copy() if ended is None else ended.result()
+    engine.outputs(1)
     assert not any(memory.any() for memory in engine.lent)
+
+
+def test_a_slot_that_does_not_hold_its_layer_is_noticed(tmp_path: Path) -> None:
+    engine, *_ = node(tmp_path, 2)
+    for copies in engine.slots.copies.values():
+        copies[1].clear()
+    copy = engine.mlps.fill_whole(engine.lent)
+    engine.outputs(1)
+    with pytest.raises(ValueError, match=r"the copy of mlps.1.gate_up_proj differs from what"):
+        copy()
 
 
 def test_copies_that_differ_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stock: list[torch.Tensor]
 ) -> None:
     engine, *_ = node(tmp_path, 2)
-    wrong = staticmethod(lambda target, source: target.copy_(source.roll(4)))
-    monkeypatch.setattr(WholeWeights, "_copy", wrong)
+    fetch = Filling._fetch_rest
+
+    def damaged(filling: Filling) -> int:
+        fetched = fetch(filling)
+        for memory in engine.lent:
+            memory.copy_(memory.roll(4))
+        return fetched
+
+    monkeypatch.setattr(Filling, "_fetch_rest", damaged)
     with pytest.raises(ValueError, match=r"the copy of mlps.0.gate_up_proj differs from what"):
         engine.be_whole()
-    monkeypatch.setattr(WholeWeights, "_differ", staticmethod(lambda *_: torch.tensor(False)))
+    monkeypatch.setattr(Filling, "_differs", staticmethod(lambda _: torch.tensor(False)))
     engine.be_whole()
     monkeypatch.undo()
     found = engine.outputs(1)
@@ -323,6 +385,9 @@ def test_a_part_comes_back_from_peers_without_being_loaded(
     files = [os.fstat(engine.mlps._file).st_ino for engine in (engines[1], again)]
     assert files[0] == files[1]
     assert all(map(is_close, again.outputs(1), stock))
+    for engine in (engines[0], again):
+        engine.be_whole()
+        assert all(map(is_close, engine.outputs(1), stock)), "checksums are kept, too"
 
 
 def test_slots_that_are_not_filled_change_what_is_computed(

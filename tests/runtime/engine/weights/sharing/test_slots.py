@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shoal.runtime.engine.weights.sharing.slots import Copy, HostCopier, WeightSlots
+from shoal.runtime.engine.weights.sharing.slots import Copier, Copy, HostCopier, WeightSlots
 
 
 class Recorder:
@@ -21,6 +21,9 @@ class Recorder:
 
     def wait(self, started: str) -> None:
         self.seen.append(f"wait {started}")
+
+    def finish(self, started: str) -> None:
+        raise AssertionError("nobody waits here")
 
     def take(self) -> list[str]:
         seen, self.seen = self.seen, []
@@ -78,6 +81,69 @@ def test_slots_that_hold_all_layers_are_filled_once() -> None:
     for layer in (0, 1, 0, 1):
         made.use(1, layer)
     assert [seen for seen in recorder.take() if "start" in seen] == ["start 10", "start 11"]
+
+
+class Keeping:
+    """Copies each layer out of its slot once: layer 3 is ``start 33`` here."""
+
+    def __init__(self) -> None:
+        self.left = set(range(4))
+
+    def stream(self, layer: int, copier: Copier) -> str | None:
+        if layer not in self.left:
+            return None
+        self.left.remove(layer)
+        return str(copier.start([Copy(torch.zeros(1), torch.tensor(30 + layer))]))
+
+
+def test_layers_are_copied_out_of_their_slots_when_they_are_there_and_before_others_are() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 4)
+    made.keep(Keeping())
+    made.use(1, 0)
+    assert recorder.take() == ["start 10", "wait 10", "start 30", "start 11"]
+    made.use(1, 1)
+    # Layer 2 goes to the slot that layer 0 is copied from.
+    assert recorder.take() == ["wait 11", "start 31", "wait 30", "start 12"]
+    made.use(1, 2)
+    made.use(1, 3)
+    made.use(1, 0)
+    recorder.take()
+    made.use(1, 1)
+    assert recorder.take() == ["wait 11", "start 12"], "all copies have begun"
+
+
+def test_only_what_dp_streams_is_copied_out_of_slots() -> None:
+    recorder, keeping = Recorder(), Keeping()
+    made = slots(recorder, 4)
+    made.keep(keeping)
+    made.use(2, 0)
+    assert recorder.take() == ["start 20", "wait 20", "start 21"]
+    assert len(keeping.left) == 4
+
+
+def test_another_layout_waits_for_what_is_copied_out_of_slots_that_stay_filled() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 2)
+    made.keep(Keeping())
+    for layer in (0, 1, 0, 1):
+        made.use(1, layer)
+    recorder.take()
+    made.use(2, 0)
+    assert recorder.take() == ["wait 30", "start 20", "wait 20", "wait 31", "start 21"]
+
+
+def test_when_layers_are_kept_no_more_the_copies_come_first() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 4)
+    made.keep(Keeping())
+    for layer in range(3):
+        made.use(1, layer)
+    recorder.take()
+    made.keep(None)
+    assert recorder.take() == ["wait 32"], "layer 1 gave its slot to layer 3"
+    made.use(1, 3)
+    assert recorder.take() == ["wait 13", "start 10"]
 
 
 def test_the_thread_copies_in_order_and_tells_of_errors() -> None:

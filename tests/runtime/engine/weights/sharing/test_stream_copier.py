@@ -5,7 +5,7 @@ import torch
 
 from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots
 from shoal.runtime.engine.weights.sharing.stream_copier import StreamCopier
-from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver, simulate_streams
+from tests.runtime.engine.weights.sharing.simulated_cuda import Event, HostDriver, simulate_streams
 
 COMPUTES, PEERS, OWN = range(3)
 
@@ -34,6 +34,16 @@ def test_copies_wait_for_what_was_computed_and_what_is_computed_next_waits_for_t
     driver.seen.clear()
     made.wait(started)
     assert driver.seen == [("wait", COMPUTES, PEERS), ("wait", COMPUTES, OWN)]
+
+
+def test_the_host_waits_for_both_streams_if_it_is_to_know(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+    monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(event.of))
+    made = copier(driver)
+    made.finish(made.start([Copy(torch.zeros(1), torch.ones(1), is_own=True)]))
+    assert waited == [PEERS, OWN]
 
 
 def test_streams_are_made_once(driver: HostDriver) -> None:

@@ -1,0 +1,109 @@
+"""Whole experts for some steps of a layout whose members have shares of each.
+
+The views that a member of such a layout has for these steps are a range of DP's experts. Whichever
+of the two a step takes, a member's result is its part of a sum over all members.
+"""
+
+import copy
+import logging
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from shoal.runtime.engine.kernels.expert_methods import ByLength
+from shoal.runtime.engine.weights.rules.experts import of_experts
+from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
+from shoal.runtime.engine.weights.rules.shards import Shard
+from shoal.runtime.engine.weights.store import WeightStore, layers_of
+from shoal.runtime.whole_experts import WholeExperts
+
+log = logging.getLogger("shoal.engine")
+
+
+def add_whole_experts(
+    model: nn.Module, store: WeightStore, shard: Shard, when: WholeExperts
+) -> None:
+    """Let the experts of a layout's model have a range of whole experts beside their shares.
+
+    Layers stay as they are that have whole experts already, or a number that cannot be divided.
+
+    Args:
+        model: the layout's, whose tensors are views.
+        store: has the DP model's weights.
+        shard: the member, among those that divide the experts.
+        when: in which steps whole experts are computed.
+    """
+    full = layers_of(store.model)
+    steps = range(0)
+    for name, layer in layers_of(model).items():
+        if _divides_each(layer, shard):
+            steps = _add(layer, FullLayer(name, full[name], store.tensor), shard, when)
+    if steps and shard.rank == 0:
+        log.info(
+            "members of TP%d compute whole experts in steps of %d to %d tokens, and shares of each "
+            "in others",
+            *(shard.of, steps.start, steps.stop - 1),
+        )
+
+
+def _divides_each(layer: nn.Module, shard: Shard) -> bool:
+    return (
+        shard.of > 1
+        and isinstance(layer, RoutedExperts)
+        and isinstance(layer.quant_method, ByLength)
+        and not layer.moe_config.moe_parallel_config.use_ep
+        and layer.global_num_experts % shard.of == 0
+    )
+
+
+def _add(layer: RoutedExperts, full: FullLayer, shard: Shard, when: WholeExperts) -> range:
+    config = layer.moe_config
+    steps = when.steps(
+        *(layer.global_num_experts, layer.top_k, config.intermediate_size),
+        *(shard.of, config.max_num_tokens),
+    )
+    if steps:
+        layer.shoal_whole = whole_experts(layer, full, shard)
+        layer.shoal_whole_steps = steps
+    return steps
+
+
+def whole_experts(layer: RoutedExperts, full: FullLayer, shard: Shard) -> RoutedExperts:
+    """Return vLLM's layer as it would be if the members divided the experts by number.
+
+    vLLM makes its kernel when the weights of all layers are processed, as it does for others.
+
+    Args:
+        layer: the member's layer, with shares.
+        full: the same layer of the DP model.
+        shard: the member.
+    """
+    begin, own = shard.cut(layer.global_num_experts)
+    whole = copy.copy(layer)
+    whole._parameters, whole._modules = dict(layer._parameters), {}
+    for key in full.module._parameters:
+        if key.startswith(("w13_", "w2_")):
+            view = of_experts(full.tensor(key).data, slice(begin, begin + own))
+            whole._parameters[key] = Parameter(view, requires_grad=False)
+    numbers = torch.full((layer.global_num_experts,), -1, dtype=torch.int32)
+    numbers[begin : begin + own] = torch.arange(own, dtype=torch.int32)
+    device = full.tensor("w2_weight").device
+    whole._buffers = {**layer._buffers, "_expert_map": numbers.to(device)}
+    whole.local_num_experts = own
+    config = layer.moe_config
+    whole.moe_config = replace(
+        config,
+        moe_parallel_config=replace(
+            config.moe_parallel_config,
+            **{"tp_size": 1, "tp_rank": 0, "use_ep": True},
+            **{"ep_size": shard.of, "ep_rank": shard.rank},
+        ),
+        num_local_experts=own,
+        intermediate_size_per_partition_unpadded=None,
+    )
+    whole.shoal_groups = getattr(full.module, "shoal_groups", 1)
+    whole.quant_method = layer.quant_method.for_whole(whole.moe_config)
+    return whole
