@@ -1,5 +1,6 @@
 """``adaptive`` on nodes whose steps do not take what its cost model says."""
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import pytest
 
 from shoal.loadgen.shapes import Lengths, poisson
 from shoal.loadgen.workload import Arrival
+from shoal.policies import switch_price
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.engine.fake.step_times import StepTimes
@@ -130,3 +132,10 @@ def test_a_group_that_was_measured_wrongly_gets_another_chance(part: float, seco
     """Nobody measures the steps of a group that the node does not have."""
     served = node(TRUTHS["as simulated"], believed=group_slower(part))
     assert seconds_in_single_engines(served, 60.0) < seconds
+
+
+@pytest.mark.slow
+def test_a_past_without_bounds_would_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switch_price, "NOISE_SECONDS", math.inf)
+    monkeypatch.setattr(switch_price, "FINE_SECONDS", math.inf)
+    assert seconds_in_single_engines(node(TRUTHS["as simulated"]), 16.0) == 16.0
