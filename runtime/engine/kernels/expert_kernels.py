@@ -27,6 +27,10 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 _E8M0_BIAS = 127
 """What is subtracted from a scale in MXFP4 to get its exponent (section 5.4.1)."""
 
+SHORT_ROW = 256
+"""With fewer features in a group, our kernel is faster than vLLM's
+(``docs/benchmarks/gpt-oss-20b-2xh200.md``)."""
+
 
 class GroupedTritonExperts(TritonExperts):  # type: ignore[misc]
     """vLLM's Triton kernel on experts whose rows are grouped."""
@@ -47,7 +51,8 @@ class GroupedTritonExperts(TritonExperts):  # type: ignore[misc]
         self, activation: Any, output: torch.Tensor, grouped: torch.Tensor, **_: Any
     ) -> None:
         """Write ``[rows, intermediate]`` in stock order for ``[rows, groups * (gate|up)]``."""
-        if self.groups > 1 and output.is_cuda and activation == MoEActivation.SILU:
+        is_short = self.groups > 1 and output.shape[-1] < SHORT_ROW * self.groups
+        if is_short and output.is_cuda and activation == MoEActivation.SILU:
             from shoal.runtime.engine.kernels import grouped_activation_kernel  # where GPUs are
 
             grouped_activation_kernel.silu_and_mul(output, grouped, self.groups)
