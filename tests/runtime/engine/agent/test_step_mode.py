@@ -93,6 +93,7 @@ class OneStep:
         self.scheduled.finished_req_ids = {"gone"}
         managers = [SimpleNamespace(max_admission_blocks_per_request=None)]
         self.kv_cache_manager = SimpleNamespace(
+            estimate_cached_tokens=lambda _: 0,
             block_pool=SimpleNamespace(num_gpu_blocks=1),
             coordinator=SimpleNamespace(single_type_managers=managers),
         )
