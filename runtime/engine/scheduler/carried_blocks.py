@@ -123,6 +123,7 @@ class CarriedBlocks:
             place = self._allocate(request, hits, cached, computed, length, cache=False)
         if place is None:
             return False
+        self._promised.pop(request.request_id, None)
         self._allotted[request.request_id] = place
         if missing is not None:
             self._unread[request.request_id] = missing
@@ -138,8 +139,8 @@ class CarriedBlocks:
         if place is None or place.computed != computed:
             self.forget(request)
             return self._allocate(request, *self._lookup(request), computed, length, cache=True)
-        self._allotted.pop(request.request_id, None)
-        self._unread.pop(request.request_id, None)
+        for known in (self._allotted, self._promised, self._unread):
+            known.pop(request.request_id, None)
         self._manager.cache_blocks(request, max(place.begin, computed))
         return place
 
@@ -156,7 +157,6 @@ class CarriedBlocks:
         if request.request_id in self._doubtful or computed < place.computed or not has_all:
             self.forget(request)
             return None
-        del self._promised[request.request_id]
         more = [
             [block.block_id for block in group[len(known) : -(-computed // size)]]
             for known, group in zip(place.groups, groups, strict=True)

@@ -159,6 +159,31 @@ def test_nothing_is_promised_that_others_may_need(make: Make) -> None:
     assert_goes_on(engines, make)
 
 
+def test_of_two_promised_requests_that_go_on_alike_one_waits_for_the_other(make: Make) -> None:
+    """The second one finds the first one's blocks when it comes. What it had is free until then."""
+    engines = make()
+    own, requests = engines.own, ["r", "twin"]
+    for request_id in requests:
+        engines.submit(own[0], request_id, PROMPTS[3], max_tokens=60)
+    engines.step(own[0], 9)
+    found = promise(engines, own[0], own[1], requests)
+    copy(own[0], own[1], found, own[1])
+    settle(own[0], own[1])
+    engines.step(own[0], 20)
+    announced = engines.foretell(own[0], own[1], requests)
+    exported = [each.whole(announced) for each in own[0].export(requests)]
+    assert set(own[1]._carried.blocks._allotted) == {"r"}
+    for request in exported:
+        assert own[1].adopt(own[0].unit, request, with_kv=True) is not None
+    own[1].copy()
+    own[0].abort(requests)
+    engines.finish(own[1])
+    for request_id in requests:
+        assert engines.tokens[request_id] == undisturbed(make, PROMPTS[3], max_tokens=60)
+    assert own[1].load.free_blocks == BLOCKS
+    assert engines.audit() == []
+
+
 def test_promises_of_unknown_requests_are_ignored(make: Make) -> None:
     engines = make()
     engines.own[1].promise(CARRY, "r")
