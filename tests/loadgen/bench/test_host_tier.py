@@ -80,6 +80,7 @@ def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     main([*node, *lengths])
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == [
-        *("static dp", "static pp2", "static tp2", "policy batch"),
+        *("static dp", "static pp2", "static tp2"),
+        *("policy batch", "policy batch"),  # without a tier, and with one
         *("cycle to dp, 80 GiB for each GPU", "cycle to tp2, 80 GiB for each GPU"),
     ]
