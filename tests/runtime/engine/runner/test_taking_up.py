@@ -39,7 +39,11 @@ class Members:
         patch.setattr(taking_up, "pages_of", lambda _: [case.pages])
         patch.setattr(taking_up, "element_order", partial(order, case))
         self.node: Any = SimpleNamespace(
-            runtime_dir=str(directory), max_sp=case.max_sp, engines=4, carry_path=path
+            runtime_dir=str(directory),
+            max_sp=case.max_sp,
+            engines=4,
+            carry_path=path,
+            tier_bytes=0,
         )
         self.buffers = dict[int, torch.Tensor]()
         self.parts = {engine: self._start(engine) for engine in self.engines.buffers}
