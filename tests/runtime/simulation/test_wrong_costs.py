@@ -78,12 +78,6 @@ def noise(spread: float) -> Truth:
     return lambda _layout, _batch, seconds: seconds * rng.lognormvariate(0.0, spread)
 
 
-def hiccups() -> Truth:
-    """Let a few steps take half as long again."""
-    rng = random.Random(2)
-    return lambda _layout, _batch, seconds: seconds * (1.5 if rng.random() < 0.05 else 1.0)
-
-
 def group_slower(part: float) -> Truth:
     """Let the group's steps take longer by this part."""
     return lambda layout, _batch, seconds: seconds * (1.0 + part * (layout == TP2))
@@ -91,10 +85,7 @@ def group_slower(part: float) -> Truth:
 
 TRUTHS: dict[str, Truth] = {
     "as simulated": lambda _layout, _batch, seconds: seconds,
-    "all slower": lambda _layout, _batch, seconds: 1.2 * seconds,
-    "all faster": lambda _layout, _batch, seconds: 0.8 * seconds,
     "group slower": group_slower(0.1),
-    "engines faster": lambda layout, _batch, seconds: seconds * (1.0 if layout == TP2 else 0.9),
     "group slower with prompts": lambda layout, batch, seconds: (
         seconds * (1.3 if layout == TP2 and batch.prefill_tokens else 1.0)
     ),
@@ -103,7 +94,6 @@ TRUTHS: dict[str, Truth] = {
     ),
     "contexts slower": lambda _layout, batch, seconds: seconds + 2e-8 * batch.context_tokens,
     "noisy": noise(0.15),
-    "hiccups": hiccups(),
 }
 
 
@@ -127,7 +117,7 @@ def test_after_a_crowd_a_node_finds_its_group_within_seconds(truth: Truth) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "seconds"), [(0.2, 12.0), (0.3, 12.0), (1.0, 45.0)])
+@pytest.mark.parametrize(("part", "seconds"), [(0.3, 12.0), (1.0, 45.0)])
 def test_a_group_that_was_measured_wrongly_gets_another_chance(part: float, seconds: float) -> None:
     """Nobody measures the steps of a group that the node does not have."""
     served = node(TRUTHS["as simulated"], believed=group_slower(part))
