@@ -375,6 +375,11 @@ def streams(runner: ProbedRunner) -> bool:
     return bool(runner._loader.shared._slots.streams)
 
 
+def wait_for_layers(runner: ProbedRunner, seconds: float) -> None:
+    """Let whole weights wait so long for layers that steps stream (``PATIENCE_SECONDS``)."""
+    runner._loader.shared.whole.patience = seconds
+
+
 def damage_copies(runner: ProbedRunner, damaged: bool) -> None:
     """Have something else than what engines keep in the copies."""
     shared = runner._loader.shared

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.engine.weights.sharing.filling import PATIENCE_SECONDS
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from shoal.runtime.protocol.messages.views import MemoryView
@@ -47,6 +48,7 @@ def node(model: Path) -> Iterator[RealNode]:
 @pytest.fixture(autouse=True)
 def shared_again(node: RealNode) -> Iterator[None]:
     yield
+    node.probe_all(probes.wait_for_layers, PATIENCE_SECONDS)
     node.switch()
     node.change_memory(2)
     assert node.audit() == []
@@ -199,6 +201,8 @@ def run_on_blocks_that_go(node: RealNode, unit: Unit) -> dict[str, int]:
 
     kept = [request for request in requests if goes(request)][:3]
     assert kept
+    # An idle engine streams no layer, and these requests end within tenths of a second.
+    node.probe_all(probes.wait_for_layers, 0.01)
     node.abort([request for request in requests if request not in kept])
     core = node.controller.books.requests.core(unit)
     node.until(lambda: core.requests.keys() <= set(kept), "the end of the others")
