@@ -1,20 +1,16 @@
 """Moves that a policy plans: who goes, when, and what else gets its turn."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from shoal.policies import registry
-from shoal.policies.static import dispatch_least_loaded
-from shoal.policies.values.layouts import alone
-from shoal.policies.values.plan import Plan, Policy
-from shoal.policies.values.snapshot import Move, Snapshot
+from shoal.policies.values.snapshot import Move
 from shoal.runtime.config import BACKGROUND_PRIORITY, FakeSettings
 from shoal.runtime.controller import handovers
 from shoal.runtime.protocol import messages as m
+from tests.runtime.controller.moving_script import GROUP, OTHER, PARTITION, SOURCE, Script, turns
 from tests.runtime.loopback_node import LoopbackNode
-from tests.units import tp
 
 SETTINGS = FakeSettings(
     num_blocks=400,
@@ -23,37 +19,11 @@ SETTINGS = FakeSettings(
     max_model_len=800,
     max_num_batched_tokens=16,
 )
-SOURCE, GROUP, OTHER = alone(2), tp(0, 1), alone(3)
-PARTITION = (GROUP, SOURCE, OTHER)
-
-
-class Script:
-    """A policy that keeps a split, starts everything on one engine, and moves what it is told."""
-
-    def __init__(self) -> None:
-        self.moves: Callable[[Snapshot], tuple[Move, ...]] = lambda _: ()
-        self.moves_while_dead = False
-        self.seen: list[Snapshot] = []
-        self.policy = Policy("script", self.plan, decides_layout=True, serves_batches=True)
-
-    def plan(self, snapshot: Snapshot, /) -> Plan:
-        self.seen.append(snapshot)
-        if snapshot.dead:
-            moves = self.moves(snapshot) if self.moves_while_dead else ()
-            return Plan(dispatch_least_loaded(snapshot), moves=moves)
-        if snapshot.partition != PARTITION:
-            return Plan(target=None if snapshot.switching else PARTITION)
-        only = (replace(u, serving=u.serving and u.unit == SOURCE) for u in snapshot.units)
-        starts = dispatch_least_loaded(replace(snapshot, units=tuple(only)))
-        return Plan(starts, moves=self.moves(snapshot))
-
-    def always(self, *moves: Move) -> None:
-        self.moves = lambda _: moves
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    script = Script()
+    script = Script(serves_batches=True)
     monkeypatch.setitem(registry.POLICIES, "script", script.policy)
     return script
 
@@ -64,15 +34,6 @@ def node(script: Script) -> LoopbackNode:
     node.settle()
     assert node.controller.books.units.partition == PARTITION
     return node
-
-
-def turns(node: LoopbackNode, count: int, seconds: float = 0.0) -> None:
-    for _ in range(count):
-        node.clock.advance(seconds)
-        node.controller.turn()
-        for engine in sorted(set(node.agents) - node.hung):
-            node.turn_agent(engine)
-        node.collect()
 
 
 def held(node: LoopbackNode, unit) -> list[str]:

@@ -4,25 +4,22 @@ The blocks of fake engines and of their tiers remember whose tokens they hold, s
 if a block is used too early.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
 import pytest
 
 from shoal.policies import registry
-from shoal.policies.static import dispatch_least_loaded
-from shoal.policies.values.layouts import alone, tier_of
-from shoal.policies.values.plan import Plan, Policy
-from shoal.policies.values.snapshot import Move, Snapshot
+from shoal.policies.values.layouts import tier_of
+from shoal.policies.values.snapshot import Move
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.controller import handovers
 from shoal.runtime.controller.requests.pauses import PAUSE_SECONDS
 from shoal.runtime.engine.agent.tier_core import TierCore
 from shoal.runtime.engine.fake.faults import Faults, Seam
 from shoal.runtime.protocol import messages as m
+from tests.runtime.controller.moving_script import GROUP, OTHER, SOURCE, Script, turns
 from tests.runtime.loopback_node import LoopbackNode
-from tests.units import tp
 
 TIER_BLOCKS = 40
 SETTINGS = FakeSettings(
@@ -33,35 +30,12 @@ SETTINGS = FakeSettings(
     max_num_batched_tokens=16,
     tier_blocks=TIER_BLOCKS,
 )
-SOURCE, GROUP, OTHER, TIER = alone(2), tp(0, 1), alone(3), tier_of(2)
-PARTITION = (GROUP, SOURCE, OTHER)
-
-
-class Script:
-    """A policy that keeps a split, starts everything on one engine, and moves what it is told."""
-
-    def __init__(self) -> None:
-        self.moves: Callable[[Snapshot], tuple[Move, ...]] = lambda _: ()
-        self.policy = Policy("script", self.plan, decides_layout=True, parks=True)
-        self.seen: list[Snapshot] = []
-
-    def plan(self, snapshot: Snapshot, /) -> Plan:
-        self.seen.append(snapshot)
-        if snapshot.dead:
-            return Plan(dispatch_least_loaded(snapshot), moves=self.moves(snapshot))
-        if snapshot.partition != PARTITION:
-            return Plan(target=None if snapshot.switching else PARTITION)
-        only = (replace(u, serving=u.serving and u.unit == SOURCE) for u in snapshot.units)
-        starts = dispatch_least_loaded(replace(snapshot, units=tuple(only)))
-        return Plan(starts, moves=self.moves(snapshot))
-
-    def always(self, *moves: Move) -> None:
-        self.moves = lambda _: moves
+TIER = tier_of(2)
 
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Script:
-    script = Script()
+    script = Script(moves_while_dead=True, parks=True)
     monkeypatch.setitem(registry.POLICIES, "script", script.policy)
     return script
 
@@ -76,15 +50,6 @@ def started(settings: FakeSettings = SETTINGS, **limits) -> LoopbackNode:
 @pytest.fixture
 def node(script: Script) -> LoopbackNode:
     return started()
-
-
-def turns(node: LoopbackNode, count: int, seconds: float = 0.0) -> None:
-    for _ in range(count):
-        node.clock.advance(seconds)
-        node.controller.turn()
-        for engine in sorted(set(node.agents) - node.hung):
-            node.turn_agent(engine)
-        node.collect()
 
 
 def held(node: LoopbackNode, unit) -> list[str]:
