@@ -141,11 +141,12 @@ async def _lot(bench: Bench, prompts: Sequence[Prompt], switches: int) -> _Lot:
         await _without_switch(client, one, prompts, counts) for one in (alone, together)
     ]
     await switch(client, alone, "sequential")
+    copied, former = copies(after), copies(before)
     return _Lot(
         binds=found.binds,
         releases=found.releases,
         times=[stream.times for stream in running.streams],
-        copies={name: value - copies(before)[name] for name, value in copies(after).items()},
+        copies={name: copied[name] - former[name] for name in copied},
         prefilled_again=prefill_tokens(after) - prefill_tokens(before),
         compared=sum(counts),
         longest=max(counts),
