@@ -7,22 +7,17 @@ host's memory, and decodes all of them in one group.
 
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 
-from shoal.runtime.simulation.data_sheets import hardware_named
 from tests.server.batch.test_batch_policy_real import (
-    BLOCK_BYTES,
     ENGINES,
     LINES,
-    STEP_TOKENS,
-    VARIABLE,
     Client,
     client,
     expected,
-    split_shoal,
+    served_split,
 )
-from tests.server.node import ServedNode, served_node
+from tests.server.node import ServedNode
 
 __all__ = ["client", "expected"]
 
@@ -33,25 +28,8 @@ BLOCKS = 16
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
     folder = tmp_path_factory.mktemp("batches")
-    gpu = hardware_named("l40s")
-    slow = msgspec.structs.replace(
-        gpu,
-        memory_bytes_per_second=gpu.memory_bytes_per_second / 30,
-        link_bytes_per_second=gpu.link_bytes_per_second / 100,
-    )
-    hardware = folder / "hardware.json"
-    hardware.write_bytes(msgspec.json.encode(slow))
-    with served_node(
-        folder,
-        *("--engines", str(ENGINES), "--policy", "static-dp", "--dtype", "float32"),
-        *("--max-num-seqs", "16", "--max-model-len", "512", "--enforce-eager"),
-        *("--max-num-batched-tokens", str(STEP_TOKENS), "--batch-dir", str(folder / "store")),
-        *("--kv-cache-memory-bytes", str(BLOCKS * BLOCK_BYTES), "--kv-tier-gib", "1"),
-        *("--cost-model-shape", "llama-3-8b-bf16", "--cost-model-hardware", str(hardware)),
-        real=True,
-        main=split_shoal,
-        **{VARIABLE: str(folder / "never")},
-    ) as served:
+    tier = ("--kv-tier-gib", "1")
+    with served_split(folder, folder / "never", *tier, slower=30, blocks=BLOCKS) as served:
         yield served
 
 

@@ -11,6 +11,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,13 +102,23 @@ def damage(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("damage") / "demanded"
 
 
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory, damage: Path) -> Iterator[ServedNode]:
-    folder = tmp_path_factory.mktemp("batches")
+@contextmanager
+def served_split(
+    folder: Path, damage: Path, *options: str, slower: float, blocks: int
+) -> Iterator[ServedNode]:
+    """Serve the demo model on real engines whose cost model is that of slow GPUs.
+
+    Args:
+        folder: where the node keeps its files.
+        damage: the file that stops the reading of KV.
+        options: more options of the node.
+        slower: by which factor the GPUs' memory is slower than an L40S's, but not for KV.
+        blocks: KV blocks of an engine.
+    """
     gpu = hardware_named("l40s")
-    slow = msgspec.structs.replace(  # GPUs whose weights and links are slow, and their KV is not
+    slow = msgspec.structs.replace(
         gpu,
-        memory_bytes_per_second=gpu.memory_bytes_per_second / 10,
+        memory_bytes_per_second=gpu.memory_bytes_per_second / slower,
         link_bytes_per_second=gpu.link_bytes_per_second / 100,
     )
     hardware = folder / "hardware.json"
@@ -117,12 +128,19 @@ def node(tmp_path_factory: pytest.TempPathFactory, damage: Path) -> Iterator[Ser
         *("--engines", str(ENGINES), "--policy", "static-dp", "--dtype", "float32"),
         *("--max-num-seqs", "16", "--max-model-len", "512", "--enforce-eager"),
         *("--max-num-batched-tokens", str(STEP_TOKENS), "--batch-dir", str(folder / "store")),
-        *("--kv-cache-memory-bytes", str(BLOCKS * BLOCK_BYTES)),
+        *("--kv-cache-memory-bytes", str(blocks * BLOCK_BYTES), *options),
         *("--cost-model-shape", "llama-3-8b-bf16", "--cost-model-hardware", str(hardware)),
         real=True,
         main=split_shoal,
         **{VARIABLE: str(damage)},
     ) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory, damage: Path) -> Iterator[ServedNode]:
+    folder = tmp_path_factory.mktemp("batches")
+    with served_split(folder, damage, slower=10, blocks=BLOCKS) as served:
         yield served
 
 
