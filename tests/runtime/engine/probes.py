@@ -42,6 +42,7 @@ from shoal.runtime.engine.weights.rules.formats import owns_weights
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
+from shoal.runtime.engine.weights.sharing import filling
 from shoal.runtime.engine.weights.sharing.filling import Filled, Filling
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
 from shoal.runtime.engine.weights.store import ResidentWeights
@@ -389,16 +390,16 @@ def damage_copies(runner: ProbedRunner, damaged: bool) -> None:
     fill = shared.whole.fill
 
     def damaging(*args: Any) -> Filling:
-        filling = fill(*args)
-        compare = filling._compare
+        copies: Filling = fill(*args)
+        compare = copies._compare
 
         def damage() -> None:
-            for part in (part for parts in filling._layers.values() for part in parts):
+            for part in (part for parts in copies._layers.values() for part in parts):
                 part.target.copy_(part.target.roll(4096))
             compare()
 
-        filling._compare = damage
-        return filling
+        copies._compare = damage
+        return copies
 
     shared.whole.fill = damaging
 
@@ -439,11 +440,10 @@ def move_nothing(runner: ProbedRunner, damaged: bool) -> None:
 
 def compare_nothing(runner: ProbedRunner, damaged: bool) -> None:
     """Take all copies for right."""
-    right = staticmethod(lambda _: torch.tensor(False))
-    Filling._differs = right if damaged else _differs  # type: ignore[method-assign,assignment]
+    filling._differs = (lambda _: torch.tensor(False)) if damaged else _differs
 
 
-_differs = Filling.__dict__["_differs"]
+_differs = filling._differs
 
 Damage = Callable[[ProbedRunner, bool], None]
 """Damages something, or undoes that."""

@@ -247,7 +247,7 @@ def test_kv_that_is_not_copied_would_change_tokens(
 
 def test_copies_that_are_wrong_are_not_used(node: RealNode, expected: list[list[int]]) -> None:
     node.probe(1, probes.damage_copies, True)
-    with pytest.raises(SwitchFailed, match=r"^engine 1: the copy of .* differs from what"):
+    with pytest.raises(SwitchFailed, match=r"^engine 1: .* has another checksum"):
         node.change_memory(1)
     node.probe(1, probes.damage_copies, False)
     assert levels(node) == [2, 2]

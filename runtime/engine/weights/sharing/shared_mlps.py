@@ -27,7 +27,7 @@ from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.rules.unquantised import PlainLinear
 from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
-from shoal.runtime.engine.weights.sharing.filling import Filled
+from shoal.runtime.engine.weights.sharing.filling import Filled, Part, rehearse
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard, sources
 from shoal.runtime.engine.weights.sharing.pages import Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
@@ -227,6 +227,7 @@ class SharedMlps:
         Raises:
             UnviewableWeights: an MLP cannot be shared, or was not loaded.
             TimeoutError: a peer did not come.
+            ValueError: what a peer keeps is not what it has taken the checksum of.
         """
         self._check(model)
         self._allocate()
@@ -267,8 +268,11 @@ class SharedMlps:
                 if clock() > deadline:
                     raise TimeoutError(f"nobody has the weights that engine {first + place} keeps")
                 time.sleep(POLL_SECONDS)
-            self._kept[place] = self._memory.open(file, self.size)
+            memory = self._kept[place] = self._memory.open(file, self.size)
             self.descriptors.hold(first + place, file)
+            name, weight = next(iter(self._weights.items()))
+            kept, checksum = weight.bytes_in(memory), weight.checksum_in(memory)
+            rehearse(Part(name, target=kept, source=kept, slot=None, checksum=checksum))
 
     def _ask(self, engine: int) -> int | None:
         """Return a descriptor of what an engine keeps, from any other engine that has one."""

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
+from shoal.runtime.engine.weights.sharing import filling
 from shoal.runtime.engine.weights.sharing.device_pages import DevicePages
 from shoal.runtime.engine.weights.sharing.device_shards import DeviceShards
 from shoal.runtime.engine.weights.sharing.filling import Filling
@@ -24,7 +25,7 @@ from shoal.runtime.engine.weights.sharing.pages import HostPages, Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import HostShards, ShardMemory
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
-from shoal.runtime.engine.weights.sharing.shared_weight import Degree
+from shoal.runtime.engine.weights.sharing.shared_weight import Degree, SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import Copier, HostCopier, WeightSlots, stream_by
 from shoal.runtime.engine.weights.sharing.stream_copier import StreamCopier
 from shoal.runtime.engine.weights.store import ResidentWeights
@@ -338,7 +339,7 @@ def test_a_slot_that_does_not_hold_its_layer_is_noticed(tmp_path: Path) -> None:
         copies[1].clear()
     copy = engine.mlps.fill_whole(engine.lent)
     engine.outputs(1)
-    with pytest.raises(ValueError, match=r"the copy of mlps.1.gate_up_proj differs from what"):
+    with pytest.raises(ValueError, match=r"mlps.1.gate_up_proj has another checksum"):
         copy()
 
 
@@ -348,20 +349,34 @@ def test_copies_that_differ_are_refused_by_name(
     engine, *_ = node(tmp_path, 2)
     fetch = Filling._fetch_rest
 
-    def damaged(filling: Filling) -> int:
-        fetched = fetch(filling)
+    def damaged(copies: Filling) -> int:
+        fetched = fetch(copies)
         for memory in engine.lent:
             memory.copy_(memory.roll(4))
         return fetched
 
     monkeypatch.setattr(Filling, "_fetch_rest", damaged)
-    with pytest.raises(ValueError, match=r"the copy of mlps.0.gate_up_proj differs from what"):
+    with pytest.raises(ValueError, match=r"mlps.0.gate_up_proj has another checksum"):
         engine.be_whole()
-    monkeypatch.setattr(Filling, "_differs", staticmethod(lambda _: torch.tensor(False)))
+    monkeypatch.setattr(filling, "_differs", lambda _: torch.tensor(False))
     engine.be_whole()
     monkeypatch.undo()
     found = engine.outputs(1)
     assert not any(map(is_close, found, stock)), "the comparison is what keeps them out"
+
+
+def test_what_a_peer_has_damaged_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = SharedWeight.keep_checksum
+
+    def damaged(weight: SharedWeight, memory: torch.Tensor) -> None:
+        keep(weight, memory)
+        weight.bytes_in(memory)[-1] += 1
+
+    monkeypatch.setattr(SharedWeight, "keep_checksum", damaged)
+    with pytest.raises(ValueError, match=r"mlps.0.gate_up_proj has another checksum"):
+        node(tmp_path, 2)
 
 
 @pytest.mark.parametrize("kind", [on_cpu, on_simulated_gpu])
