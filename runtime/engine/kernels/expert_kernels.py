@@ -5,11 +5,10 @@ member's share is one range of rows. Both GEMMs take weights by their strides, s
 activation between them has to know of the groups.
 """
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import torch
+import vllm.model_executor.layers.fused_moe.experts.triton_moe as triton_moe
 from torch.nn import functional
 from vllm.model_executor.layers.fused_moe.activation import (
     MoEActivation,
@@ -32,20 +31,61 @@ SHORT_ROW = 256
 (``docs/benchmarks/gpt-oss-20b-2xh200.md``)."""
 
 
+class _GroupedOperators:
+    """vLLM's operators, but the one that fuses SwiGLU and quantisation takes grouped rows.
+
+    ``TritonExperts.apply`` calls that one by its name where FP8 has scales of blocks.
+
+    Args:
+        operators: vLLM's.
+    """
+
+    def __init__(self, operators: Any) -> None:
+        self._operators = operators
+        self.groups = 1
+        """Groups of gate and up features in each row that is computed now."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operators, name)
+
+    def silu_and_mul_per_block_quant(
+        self, grouped: torch.Tensor, group_size: int, quant_dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return features ``[rows, intermediate]`` in stock order, and scales of its blocks.
+
+        A group is a row for vLLM's kernel, which has a program for each block. Groups cut no block.
+
+        Args:
+            grouped: ``[rows, groups * (gate|up)]``.
+            group_size: features of a block.
+            quant_dtype: of the result.
+        """
+        output, scales = self._operators.silu_and_mul_per_block_quant(
+            _by_group(grouped, self.groups), group_size=group_size, quant_dtype=quant_dtype
+        )
+        return output.view(len(grouped), -1), scales.view(len(grouped), -1)
+
+
+_OPERATORS = triton_moe.ops = _GroupedOperators(triton_moe.ops)
+
+
 class GroupedTritonExperts(TritonExperts):  # type: ignore[misc]
     """vLLM's Triton kernel on experts whose rows are grouped."""
 
-    activation_config: Any
     groups = 1
     """Groups of gate and up rows that this member has of each expert."""
 
     def group(self, groups: int) -> None:
         """Say how many groups there are."""
         self.groups = groups
-        if groups > 1 and self.block_shape is not None:
-            # Without a limit, vLLM fuses the activation with the quantisation in blocks that
-            # follows, and the fused kernel knows no groups.
-            self.activation_config = replace(self.activation_config, clamp_limit=math.inf)
+
+    def apply(self, *args: Any, **kwargs: Any) -> None:
+        """Compute the experts of a step (``TritonExperts.apply``)."""
+        _OPERATORS.groups = self.groups
+        try:
+            super().apply(*args, **kwargs)
+        finally:
+            _OPERATORS.groups = 1
 
     def activation(
         self, activation: Any, output: torch.Tensor, grouped: torch.Tensor, **_: Any

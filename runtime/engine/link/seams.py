@@ -153,6 +153,11 @@ SEAMS = (
     ),
     Seam(f"{_LAYERS}.quantization.fp8", "Fp8MoEMethod._init_moe_kernel", "expert_methods"),
     Seam(f"{_LAYERS}.fused_moe.experts.triton_moe", "TritonExperts.activation", "expert_kernels"),
+    Seam(
+        f"{_LAYERS}.fused_moe.experts.triton_moe",
+        "ops.silu_and_mul_per_block_quant",
+        "expert_kernels",
+    ),
     Seam(f"{_LAYERS}.fused_moe.experts.cpu_moe", "CPUUnquantizedExperts", "expert_kernels"),
     Seam(f"{_LAYERS}.quantization.mxfp4", "GptOssMxfp4MoEMethod._setup_kernel", "mxfp4_experts"),
     Seam(

@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from vllm import _custom_ops
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import SwigluOAIAndMul
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts import triton_moe
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.platforms import current_platform
 
 from shoal.runtime.engine.kernels.expert_kernels import (
@@ -111,6 +114,57 @@ def test_vllms_activation_reads_groups_in_place(groups: int) -> None:
     torch.ops._C.silu_and_mul(expected, rows)
     experts.activation(MoEActivation.SILU, found, grouped)
     assert torch.equal(found, expected)
+
+
+def quantised(
+    rows: torch.Tensor, group_size: int, quant_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stand for vLLM's operator of GPUs, which fuses SwiGLU with the quantisation in blocks."""
+    gate, up = rows.chunk(2, dim=-1)
+    blocks = (functional.silu(gate) * up).unflatten(-1, (-1, group_size))
+    scales = blocks.abs().amax(-1) / torch.finfo(quant_dtype).max
+    return (blocks / scales[..., None]).flatten(1).to(quant_dtype), scales
+
+
+@pytest.mark.parametrize(("groups", "told"), [(1, 1), (2, 2), (4, 4), (4, 2), (2, 1)])
+def test_vllms_fused_activation_reads_groups_in_place(
+    groups: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``TritonExperts.apply`` calls it, which needs a GPU for all that is around it."""
+    block = {"group_size": INTERMEDIATE // 4, "quant_dtype": torch.float8_e4m3fn}
+
+    def apply(_: TritonExperts, rows: torch.Tensor, found: list[torch.Tensor]) -> None:
+        found[:] = triton_moe.ops.silu_and_mul_per_block_quant(rows, **block)
+
+    monkeypatch.setattr(_custom_ops, "silu_and_mul_per_block_quant", quantised)
+    monkeypatch.setattr(TritonExperts, "apply", apply)
+    rows = torch.randn(5, 2 * INTERMEDIATE)
+    grouped = regroup_rows(rows.t(), groups).t().contiguous()
+    experts = object.__new__(GroupedTritonExperts)
+    experts.group(told)
+    found: list[torch.Tensor] = []
+    experts.apply(grouped, found)
+    pairs = list(zip(found, quantised(rows, **block), strict=True))
+    assert all(ours.shape == stocks.shape for ours, stocks in pairs)
+    same = all(torch.equal(ours.float(), stocks.float()) for ours, stocks in pairs)
+    assert same == (groups == told)
+
+
+def test_other_experts_have_vllms_own_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_custom_ops, "silu_and_mul_per_block_quant", quantised)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a step that fails")
+
+    monkeypatch.setattr(TritonExperts, "apply", fail)
+    experts = object.__new__(GroupedTritonExperts)
+    experts.group(4)
+    with pytest.raises(RuntimeError, match="a step that fails"):
+        experts.apply()
+    rows = torch.randn(5, 2 * INTERMEDIATE)
+    found = triton_moe.ops.silu_and_mul_per_block_quant(rows, 32, torch.float8_e4m3fn)
+    assert torch.equal(found[1], quantised(rows, 32, torch.float8_e4m3fn)[1])
+    assert triton_moe.ops.topk_softmax is _custom_ops.topk_softmax
 
 
 @pytest.mark.parametrize("of", [1, 2, 4])

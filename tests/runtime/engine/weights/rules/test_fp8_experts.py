@@ -235,18 +235,3 @@ def test_a_kernel_that_packs_experts_is_refused_by_name(
         pick(monkeypatch, module, Fp8MoeBackend.MARLIN)
     with pytest.raises(UnviewableWeights, match=r"^experts: MARLIN, vLLM's kernel for these exp"):
         make(name, 0, 1, views=False)
-
-
-def test_vllm_keeps_the_activation_apart_where_rows_are_grouped() -> None:
-    """The kernel that fuses it with the quantisation in blocks knows no groups."""
-    name = "fp8 block-wise"
-    dp = full(name)
-    halves, quarters = view(dp, name, 0, 2), view(dp, name, 0, 4, by_expert=True)
-
-    def limit(layer: ExpertsLayer) -> float | None:
-        config = layer.routed.quant_method.moe_kernel.fused_experts.activation_config
-        found: float | None = config.clamp_limit
-        return found
-
-    assert limit(halves) is None
-    assert [limit(dp), limit(quarters)] == [float("inf")] * 2
