@@ -5,8 +5,10 @@ test starts would spend anew. What these processes have in memory, then, is what
 imported; all the rest (environment, directory, standard streams, signals, temporary files) is as
 if the interpreter had just started.
 
-Run as ``python -m tests.preloaded SOCKET MODULE...``, with the descriptor of a Unix socket and
-``FIRST``, this is the process that forks. It dies with its client, and kills what still runs.
+Run as ``python -m tests.preloaded SOCKET MODULE...``, with the descriptor of a Unix socket and the
+modules that it imports first, this is the process that forks. It dies with its client, and kills
+what still runs. A forked process is a client, too: what it starts is forked from the same process,
+and does not outlive it.
 """
 
 import atexit
@@ -15,6 +17,7 @@ import gc
 import importlib
 import os
 import pickle
+import select
 import selectors
 import signal
 import socket
@@ -37,9 +40,6 @@ from shoal.server.options.serve_options import (
 _ROOT = Path(__file__).parents[1]
 _MESSAGE_BYTES = 1 << 20
 _NUMBER_BYTES = 8
-
-FIRST: list[str] = []
-"""Modules that are imported before all others; to be changed before the first process starts."""
 
 _PRELOADED = (
     *(
@@ -80,20 +80,25 @@ class Process:
         function: what it calls, as ``module:name``; importable and picklable, as its arguments are.
         arguments: with what.
         environment: its environment variables: all of them.
+        first: modules that were imported before all others.
 
     Attributes:
         stdout: a pipe that it writes its standard output and errors to.
     """
 
     def __init__(
-        self, function: str, arguments: Sequence[Any], environment: Mapping[str, str]
+        self,
+        function: str,
+        arguments: Sequence[Any],
+        environment: Mapping[str, str],
+        first: Sequence[str] = (),
     ) -> None:
         job = Job(function, arguments, dict(environment), str(Path.cwd()))
         output, output_end = os.pipe()
         status, status_end = os.pipe()
         try:
             descriptors = [output_end, status_end]
-            socket.send_fds(_client().socket, [pickle.dumps(tuple(job))], descriptors)
+            socket.send_fds(_client(*first), [pickle.dumps(tuple(job))], descriptors)
         finally:
             os.close(output_end)
             os.close(status_end)
@@ -163,22 +168,28 @@ class Process:
         self.wait()
 
 
-class _Client(NamedTuple):
-    """The other side of the process that forks, and that process."""
-
-    socket: socket.socket
-    process: subprocess.Popen[bytes]
+_given: socket.socket | None = None
+"""In a forked process, the way to the process that it was forked from."""
 
 
 @functools.cache
-def _client() -> _Client:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
+def _client(*first: str) -> socket.socket:
+    """Return the way to a process that forks, with these modules imported first."""
+    if _given is not None:
+        return _given
+    ours, theirs = _connection()
     with theirs:
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), *FIRST]
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), *first]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=_ROOT)
     atexit.register(_end, ours, process)
-    return _Client(ours, process)
+    return ours
+
+
+def _connection() -> tuple[socket.socket, socket.socket]:
+    """Return the client's end of a new connection, and the other one."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
+    return ours, theirs
 
 
 def _end(client: socket.socket, process: "subprocess.Popen[bytes]") -> None:
@@ -189,13 +200,24 @@ def _end(client: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 # --- the process that forks -----------------------------------------------------------------------
 
 
+class _Running(NamedTuple):
+    """A forked process."""
+
+    client: socket.socket
+    """The client that asked for it."""
+    status: int
+    """Where its exit code goes."""
+
+
 class _Server:
     """Forks a process for each job, and tells its client of the ends."""
 
     def __init__(self, client: socket.socket) -> None:
-        self._client = client
-        self._running: dict[int, int] = {}
-        """By process id: where its exit code goes."""
+        self._first = client
+        self._clients = [client]
+        """The first one, and each process that was forked."""
+        self._running: dict[int, _Running] = {}
+        """By process id."""
 
     def run(self) -> Callable[[], int] | None:
         """Fork until the client is gone; returns in each forked process what that is to run."""
@@ -205,28 +227,43 @@ class _Server:
         signal.set_wakeup_fd(ended_end.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all of a test run
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._client, selectors.EVENT_READ)
-            selector.register(ended, selectors.EVENT_READ)
-            while True:
-                ready = {key.fileobj for key, _ in selector.select()}
-                if ended in ready:
-                    ended.recv(1 << 10)
-                    self._reap()
-                if self._client in ready:
-                    data, descriptors, *_ = socket.recv_fds(self._client, _MESSAGE_BYTES, 2)
-                    if not data:
-                        break
-                    output, status = descriptors
-                    if not (pid := os.fork()):
-                        for end in (self._client, ended, ended_end):
-                            end.close()
-                        return functools.partial(self._begin, data, output, status)
-                    os.close(output)
-                    self._running[pid] = status
-                    os.write(status, pid.to_bytes(_NUMBER_BYTES, "little"))
-        for pid in self._running:
-            os.kill(pid, signal.SIGKILL)
+        while True:
+            ready, _, _ = select.select([ended, *self._clients], [], [])
+            if ended in ready:
+                ended.recv(1 << 10)
+                self._reap()
+            for client in [client for client in ready if client is not ended]:
+                data, descriptors, *_ = socket.recv_fds(client, _MESSAGE_BYTES, 2)
+                if not data:
+                    self._leave(client)
+                    if client is self._first:
+                        return None
+                elif (job := self._fork(client, data, *descriptors)) is not None:
+                    for end in (ended, ended_end):
+                        end.close()
+                    return job
+
+    def _leave(self, client: socket.socket) -> None:
+        """Kill what a client has running that is gone; all, if it is the first one."""
+        for pid, running in self._running.items():
+            if client in (running.client, self._first):
+                os.kill(pid, signal.SIGKILL)
+        self._clients.remove(client)
+        client.close()
+
+    def _fork(
+        self, client: socket.socket, data: bytes, output: int, status: int
+    ) -> Callable[[], int] | None:
+        theirs, ours = _connection()
+        if not (pid := os.fork()):
+            for other in (ours, *self._clients):
+                other.close()
+            return functools.partial(self._begin, theirs, data, output, status)
+        theirs.close()
+        os.close(output)
+        self._clients.append(ours)
+        self._running[pid] = _Running(client, status)
+        os.write(status, pid.to_bytes(_NUMBER_BYTES, "little"))
         return None
 
     def _reap(self) -> None:
@@ -234,18 +271,18 @@ class _Server:
             pid, how = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 break
-            status = self._running.pop(pid)
+            status = self._running.pop(pid).status
             code = os.waitstatus_to_exitcode(how)
             with suppress(BrokenPipeError):  # nobody wants to know
                 os.write(status, code.to_bytes(_NUMBER_BYTES, "little", signed=True))
             os.close(status)
 
-    def _begin(self, data: bytes, output: int, status: int) -> int:
+    def _begin(self, server: socket.socket, data: bytes, output: int, status: int) -> int:
         """Make a forked process what it would be if it had just started, and run its job."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for other in (status, *self._running.values()):
+        for other in (status, *(running.status for running in self._running.values())):
             os.close(other)
         for stream in (1, 2):
             os.dup2(output, stream)
@@ -255,6 +292,7 @@ class _Server:
         os.environ.update(job.environment)
         os.chdir(job.directory)
         tempfile.tempdir = None
+        importlib.import_module("tests.preloaded")._given = server  # this module is __main__
         module, _, name = job.function.partition(":")
         return int(getattr(importlib.import_module(module), name)(*job.arguments))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.preloaded import Process
+from tests.server.node import children_of
 
 
 def tell(word: str) -> int:
@@ -29,6 +30,16 @@ def pause() -> int:
     print("paused", flush=True)
     signal.pause()
     return 0
+
+
+def ask_another() -> int:
+    """Start another process, say what it answers, and leave one that pauses."""
+    with Process(f"{__name__}:tell", ["hello"], {"LANG": "C", "TMPDIR": "/tmp"}) as other:
+        answer, _ = other.communicate(timeout=240)
+    left = Process(f"{__name__}:pause", [], {})
+    assert left.stdout.readline() == "paused\n"
+    print(left.pid, len(children_of(os.getpid())), other.returncode, answer, flush=True)
+    return pause()
 
 
 @contextmanager
@@ -73,3 +84,15 @@ def test_processes_run_side_by_side_and_one_s_end_is_not_another_s() -> None:
         second.kill()
         assert second.wait(timeout=60) == -signal.SIGKILL
         assert first.poll() is None
+
+
+def test_what_it_starts_is_forked_from_the_same_process_and_dies_with_it() -> None:
+    with process("ask_another") as started, process("pause") as beside:
+        left, children, code, *answer = started.stdout.readline().split(maxsplit=3)
+        assert (children, code) == ("0", "7"), "it imports nothing anew to start another one"
+        assert answer == ["True 1 ['LANG', 'TMPDIR'] /tmp hello\n"]
+        assert Path(f"/proc/{left}").exists()
+        started.kill()
+        while Path(f"/proc/{left}").exists():
+            pass  # bounded by the test's time limit
+        assert beside.poll() is None

@@ -5,12 +5,11 @@ probabilities they are stock's too, in requests that are carried to other layout
 engines go through a few random operations. For many of them, run ``v2_main`` with their number.
 """
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests.runtime.engine import v2_program
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -20,17 +19,9 @@ OPERATIONS = 40
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One program for all of it: interpreted kernels are slow, and vLLM is imported their way."""
-    directory = str(tmp_path_factory.mktemp("v2"))
-    program = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.engine.v2_main", directory, str(OPERATIONS)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert program.returncode == 0, program.stderr[-4000:]
-    found: dict[str, Any] = json.loads(program.stdout.splitlines()[-1])
-    return found
+    """One program for all of it: interpreted kernels are slow."""
+    directory = tmp_path_factory.mktemp("v2")
+    return v2_program.run("tests.runtime.engine.v2_main", directory, OPERATIONS)
 
 
 def test_every_layout_generates_stocks_tokens(result: dict[str, Any]) -> None:

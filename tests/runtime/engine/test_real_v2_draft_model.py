@@ -4,34 +4,26 @@ The tokens are those without it, in DP, in TP2, after a pause and through carrie
 a draft model is compared, too, proposals are: they follow from a request's tokens, wherever it is.
 """
 
-import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.runtime.engine import v2_program
+
 pytestmark = pytest.mark.timeout(1200)
 
-CASES = [("eagle3", "1")]
+CASES = [("eagle3", True)]
 if os.environ.get("SHOAL_FAMILIES") == "all":
-    CASES += [("eagle", "1"), ("eagle", "0")]
+    CASES += [("eagle", True), ("eagle", False)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: " ".join(case))
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: " ".join(map(str, case)))
 def result(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
-    """One program for all of it: interpreted kernels are slow, and vLLM is imported their way."""
-    directory, main = str(tmp_path_factory.mktemp("v2")), "tests.runtime.engine.v2_draft_model_main"
-    program = subprocess.run(
-        [sys.executable, "-m", main, directory, *request.param],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert program.returncode == 0, program.stderr[-4000:]
-    found: dict[str, Any] = json.loads(program.stdout.splitlines()[-1])
-    return found | {"ahead": request.param[1] == "1"}
+    """One program for all of it: interpreted kernels are slow."""
+    directory, (method, ahead) = tmp_path_factory.mktemp("v2"), request.param
+    main = "tests.runtime.engine.v2_draft_model_main"
+    return v2_program.run(main, directory, method, ahead) | {"ahead": ahead}
 
 
 def differing(result: dict[str, Any], phase: str) -> list[bool]:

@@ -5,15 +5,12 @@ are accepted is what follows from the tokens (``n_grams``). With ``ngram_gpu``, 
 ahead, so runners find the drafts themselves; with ``ngram`` it does not.
 """
 
-import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.runtime.engine import n_grams
+from tests.runtime.engine import n_grams, v2_program
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -24,17 +21,9 @@ KINDS = [n_grams.ON_DEVICE, "ngram"] if os.environ.get("SHOAL_FAMILIES") == "all
 
 @pytest.fixture(scope="module", params=KINDS)
 def result(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
-    """One program for all of it: interpreted kernels are slow, and vLLM is imported their way."""
-    directory = str(tmp_path_factory.mktemp("v2"))
-    main = "tests.runtime.engine.v2_speculation_main"
-    program = subprocess.run(
-        [sys.executable, "-m", main, directory, request.param],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert program.returncode == 0, program.stderr[-4000:]
-    found: dict[str, Any] = json.loads(program.stdout.splitlines()[-1])
+    """One program for all of it: interpreted kernels are slow."""
+    directory, main = tmp_path_factory.mktemp("v2"), "tests.runtime.engine.v2_speculation_main"
+    found = v2_program.run(main, directory, request.param)
     return found | {"ahead": request.param == n_grams.ON_DEVICE}
 
 

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.policies.values.layouts import alone
-
-from tests.runtime.engine import v2_speculation_main as n_gram_main  # isort: skip - before vLLM
 from shoal.runtime.protocol import messages as m
-from tests import preloaded
 from tests.draft_checkpoint import write_draft
 from tests.looping_checkpoint import write_looping
-from tests.runtime.engine import probes, real_node, triton_interpreter
+from tests.runtime.engine import probes, real_node, v2_program
+from tests.runtime.engine import v2_speculation_main as n_gram_main
 from tests.runtime.engine.prompts import MODELS, make_model
 from tests.runtime.engine.v2_speculation_main import PAIR, PROMPTS, TOKENS, Phases
 
@@ -81,9 +79,7 @@ def through_layouts(node: real_node.RealNode) -> tuple[Watched, dict[str, Any]]:
     return watched, counts
 
 
-def main(directory: Path, method: str, *, ahead: bool) -> None:
-    preloaded.FIRST.append(triton_interpreter.__name__)
-    preloaded.know_models()
+def main(directory: Path, method: str, ahead: bool) -> dict[str, Any]:
     real_node.PATIENCE_SECONDS = n_gram_main.PATIENCE_SECONDS
     model = write_looping(make_model("llama", directory), directory / "looping")
     draft = write_draft(model, directory / "draft", MODELS["llama"], method)
@@ -110,20 +106,18 @@ def main(directory: Path, method: str, *, ahead: bool) -> None:
             "deferred samples": node.probe_all(probes.deferred_samples),
             "problems": node.audit(),
         }
-    json.dump(
-        {
-            "expected": [longer[:TOKENS] for longer in expected["longer"]],
-            "expected sampled": expected["sampled"],
-            "tokens": watched.phases.tokens,
-            "drafts": watched.phases.drafts,
-            "proposed": watched.proposed,
-            "propose alike": watched.alike,
-            **result,
-            **counts,
-        },
-        sys.stdout,
-    )
+    return {
+        "expected": [longer[:TOKENS] for longer in expected["longer"]],
+        "expected sampled": expected["sampled"],
+        "tokens": watched.phases.tokens,
+        "drafts": watched.phases.drafts,
+        "proposed": watched.proposed,
+        "propose alike": watched.alike,
+        **result,
+        **counts,
+    }
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], ahead=sys.argv[3] == "1")
+    arguments = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "1"
+    json.dump(v2_program.run("tests.runtime.engine.v2_draft_model_main", *arguments), sys.stdout)

@@ -1,4 +1,4 @@
-"""The V2 model runner on CPUs, by Triton's interpreter, which vLLM must be imported with.
+"""The V2 model runner on CPUs, by Triton's interpreter; see ``v2_program``.
 
 Run as ``python -m tests.runtime.engine.v2_main DIRECTORY OPERATIONS``. Writes to standard output,
 as JSON, what stock vLLM and each layout of a two-engine node generate for the same prompts, whether
@@ -13,21 +13,17 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
-
-from shoal.policies.values.layouts import alone
-from tests.units import tp
-
-from tests.runtime.engine import triton_interpreter  # isort: skip - before vLLM
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import StructuredOutputsParams
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.controller.books import capacity
 from shoal.runtime.protocol import messages as m
-from tests import preloaded
-from tests.runtime.engine import probes, random_life, real_node
+from tests.runtime.engine import probes, random_life, real_node, v2_program
 from tests.runtime.engine.prompts import SHARED, random_prompts
 from tests.runtime.engine.scripted_shift import Script
+from tests.units import tp
 
 PROMPTS = [*random_prompts((5, 33, 70), seed=3), SHARED[0][:90]]
 TOKENS = 16
@@ -135,9 +131,7 @@ def live(model: Path, expected: list[list[int]], operations: int) -> random_life
         return random_life.live(node, expected, operations)
 
 
-def main(directory: Path, operations: int) -> None:
-    preloaded.FIRST.append(triton_interpreter.__name__)
-    preloaded.know_models()
+def main(directory: Path, operations: int) -> dict[str, Any]:
     real_node.PATIENCE_SECONDS = PATIENCE_SECONDS
     model = random_life.make_model(directory)
     expected = stock(model)
@@ -170,23 +164,23 @@ def main(directory: Path, operations: int) -> None:
         differ = difference(node, requests["sampled"][-1], expected[both - 1])
         problems = node.audit()
     lived = live(model, real_node.tokens_of(expected[both:]), operations)
-    json.dump(
-        {
-            "tokens": tokens,
-            "sampled": sampled,
-            "log probabilities differ": differ,
-            "switches": switches,
-            "runners": runners,
-            "takes arrays": takes_arrays,
-            "owned": owned,
-            "modes": sorted(mode for mode, steps in modes.items() if steps),
-            "sample alike": dict(zip(("one has drawn", "bound again"), alike, strict=True)),
-            "problems": problems,
-            "life": msgspec.to_builtins(lived),
-        },
-        sys.stdout,
-    )
+    return {
+        "tokens": tokens,
+        "sampled": sampled,
+        "log probabilities differ": differ,
+        "switches": switches,
+        "runners": runners,
+        "takes arrays": takes_arrays,
+        "owned": owned,
+        "modes": sorted(mode for mode, steps in modes.items() if steps),
+        "sample alike": dict(zip(("one has drawn", "bound again"), alike, strict=True)),
+        "problems": problems,
+        "life": msgspec.to_builtins(lived),
+    }
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    json.dump(
+        v2_program.run("tests.runtime.engine.v2_main", Path(sys.argv[1]), int(sys.argv[2])),
+        sys.stdout,
+    )

@@ -12,19 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.policies.values.layouts import alone
-from shoal.policies.values.partition import singles
-from tests.units import tp
-
-from tests.runtime.engine import triton_interpreter  # isort: skip - before vLLM
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from shoal.policies.values.layouts import alone
+from shoal.policies.values.partition import singles
 from shoal.runtime.protocol import messages as m
-from tests import preloaded
 from tests.looping_checkpoint import write_looping
-from tests.runtime.engine import n_grams, probes, real_node
+from tests.runtime.engine import n_grams, probes, real_node, v2_program
 from tests.runtime.engine.prompts import make_model, random_prompts
+from tests.units import tp
 
 DRAFTS, SHORTEST, LONGEST = 4, 1, 3
 PROMPTS = random_prompts((5, 33, 64, 65), seed=61)
@@ -148,9 +145,7 @@ def through_layouts(node: real_node.RealNode, phases: Phases) -> dict[str, Any]:
     return counts
 
 
-def main(directory: Path, method: str) -> None:
-    preloaded.FIRST.append(triton_interpreter.__name__)
-    preloaded.know_models()
+def main(directory: Path, method: str) -> dict[str, Any]:
     real_node.PATIENCE_SECONDS = PATIENCE_SECONDS
     model = write_looping(make_model("llama", directory), directory / "looping")
     expected = stock(model)
@@ -179,24 +174,22 @@ def main(directory: Path, method: str) -> None:
         n_grams.judged(prompt, longer, TOKENS, DRAFTS, SHORTEST, LONGEST)
         for prompt, longer in zip(PROMPTS, expected["longer"], strict=True)
     ]
-    json.dump(
-        {
-            "expected": [longer[:TOKENS] for longer in expected["longer"]],
-            "expected sampled": expected["sampled"],
-            "expected drafts": {
-                "accepted": sum(accepted for accepted, _ in judged),
-                "rejected": sum(rejected for _, rejected in judged),
-            },
-            "tokens": phases.tokens,
-            "drafts": phases.drafts,
-            "runners": runners,
-            "deferred samples": deferred,
-            "problems": problems,
-            **counts,
+    return {
+        "expected": [longer[:TOKENS] for longer in expected["longer"]],
+        "expected sampled": expected["sampled"],
+        "expected drafts": {
+            "accepted": sum(accepted for accepted, _ in judged),
+            "rejected": sum(rejected for _, rejected in judged),
         },
-        sys.stdout,
-    )
+        "tokens": phases.tokens,
+        "drafts": phases.drafts,
+        "runners": runners,
+        "deferred samples": deferred,
+        "problems": problems,
+        **counts,
+    }
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    module = "tests.runtime.engine.v2_speculation_main"
+    json.dump(v2_program.run(module, Path(sys.argv[1]), sys.argv[2]), sys.stdout)
