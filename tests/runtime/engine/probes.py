@@ -33,7 +33,7 @@ from shoal.runtime.engine.kv.carry_plan import Strip
 from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.staging_server import StagingServer
 from shoal.runtime.engine.link import instructions
-from shoal.runtime.engine.runner import recorder, taking_up
+from shoal.runtime.engine.runner import loading, recorder, taking_up
 from shoal.runtime.engine.runner import runner as runner_module
 from shoal.runtime.engine.runner.runner import Runner, run_runner
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedStep
@@ -268,6 +268,11 @@ def hold_no_interludes(runner: ProbedRunner, without: bool) -> None:
         runner.step = lambda _: False  # type: ignore[method-assign]
     else:
         del runner.step
+
+
+def wait_for_members(runner: ProbedRunner, seconds: float) -> None:
+    """Let this member of a group that is formed again wait for the others for so long."""
+    loading.REJOIN_SECONDS = seconds
 
 
 def take_modes(runner: ProbedRunner) -> dict[Mode, int]:

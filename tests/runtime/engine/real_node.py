@@ -8,6 +8,7 @@ Requests say in their ids on which unit they want to run (see ``ADDRESSED``).
 
 import itertools
 import math
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -192,7 +193,10 @@ def _stock(
     answer: str,
 ) -> None:
     from vllm import LLM
+    from vllm.v1.executor import multiproc_executor
 
+    # On CPUs vLLM starts the workers of a TP group as new processes, which would import it again.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     llm = LLM(model, kv_cache_memory_bytes=16 << 20, **MODEL_ARGS | vllm_args)
     outputs = llm.generate(
         pickle.loads(Path(prompts).read_bytes()),

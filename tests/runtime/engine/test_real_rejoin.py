@@ -13,6 +13,7 @@ import pytest
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.engine_book import EngineState
+from shoal.runtime.engine.groups.rendezvous import REJOIN_SECONDS
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, Stock
@@ -134,6 +135,8 @@ def test_a_group_that_dies_as_one_comes_back(
 def test_a_request_that_kills_its_engine_again_is_given_up(
     node: RealNode, expected: list[list[int]]
 ) -> None:
+    # The survivor waits in vain for the one that is killed as they form their groups.
+    node.probe(0, probes.wait_for_members, 3.0)
     poison = node.submit(alone(1), SHORT[:1], max_tokens=800)
     serving = node.submit(alone(0), SHORT, max_tokens=400)
     node.wait_for_tokens(poison + serving, 1)
@@ -149,6 +152,7 @@ def test_a_request_that_kills_its_engine_again_is_given_up(
     node.until(lambda: node.finished.keys() >= set(poison), "the end of the request")
     assert str(node.finished[poison[0]]) == "error"
     assert node.controller.books.statistics.requests.total(m.Outcome.POISONED) == 1
+    node.probe(0, probes.wait_for_members, REJOIN_SECONDS)
     node.bring_back(*GROUPS)
     assert [tokens[:32] for tokens in node.wait(serving)] == expected
     assert_serve(node, expected)
