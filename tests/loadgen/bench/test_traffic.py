@@ -114,25 +114,44 @@ def test_a_node_is_measured_in_each_layout_and_not_twice(
     assert "ready after" not in capsys.readouterr().err
 
 
+class Ready:
+    """A server that is ready at once, and that nobody asks for anything."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    async def wait_until_ready(self, *_: object) -> float:
+        return 0.0
+
+    def stop(self) -> None:
+        pass
+
+
 def test_a_run_that_is_killed_has_kept_what_had_ended(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a server: the test before this one has one."""
     use_fake_nodes(monkeypatch)
-    whole, seen = traffic._Taker._run, list[str]()
+    seen: list[str] = []
 
-    async def killed(self: Any, address: str, way: Way, load: Any) -> Any:
+    async def killed(_: Any, address: str, way: Way, load: Any) -> dict[str, float]:
         seen.append(load.name)
         if len(seen) > 2:  # the first is the warm-up
             raise KeyboardInterrupt
-        return await whole(self, address, way, load)
+        return {"duration": 1.0}
 
+    async def enter(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(traffic, "ServerProcess", Ready)
+    monkeypatch.setattr(traffic, "_enter", enter)
     monkeypatch.setattr(traffic._Taker, "_run", killed)
     with pytest.raises(KeyboardInterrupt):
         traffic.main([*arguments, "--layouts", "dp"])
     out = Path(arguments[arguments.index("--out") + 1])
     kept = json.loads((out / "results.json").read_text())["systems"][SHOAL]["ways"]
     assert seen[1:] == [f"poisson {WORKLOAD} (seed {seed})" for seed in (0, 3)]
-    assert list(kept["dp"]) == [seen[1]]
+    assert kept == {"dp": {seen[1]: {"duration": 1.0}}}
 
 
 def test_results_of_another_comparison_are_not_mixed_in(arguments: list[str]) -> None:
