@@ -31,7 +31,7 @@ DCGM = {
 }
 """What NVIDIA's dcgm-exporter says of each GPU, by its metrics' names."""
 LOAD = (
-    *("--trace", "poisson", "--rate", "10", "--duration", "25", "--priorities=-10:1,0:3,10:1"),
+    *("--trace", "poisson", "--rate", "10", "--duration", "15", "--priorities=-10:1,0:3,10:1"),
     *("--prompt-tokens", "8:60", "--output-tokens", "10:60", "--max-lag-ms", "60000"),
 )
 ALONE, PAIR = [[0], [1]], [[0, 1]]
@@ -72,7 +72,7 @@ def dcgm_exporter() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that has watched half a minute of requests of all classes, and switches."""
+    """A Prometheus that has watched some seconds of requests of all classes, and switches."""
     need("prometheus")
     node = ServedNode(
         tmp_path_factory.mktemp("cache"),

@@ -1,5 +1,6 @@
 """The policy ``adaptive`` beside fixed layouts, in virtual time."""
 
+import functools
 import random
 from dataclasses import replace
 from itertools import takewhile
@@ -17,6 +18,7 @@ NODE = Node(read_shape("llama-3-8b-bf16"), read_hardware("h200"), engines=2, max
 STATIC = ("static-dp", "static-tp", "shift")
 
 
+@functools.cache
 def request_seconds(policy: str, rate: float, prompt: int, output: int, seconds: float) -> float:
     """Return the mean time of a request."""
     lengths = Lengths((prompt // 4, 2 * prompt), (output // 4, 2 * output))
