@@ -4,13 +4,13 @@ Its models are compiled, so that a warm-up is noticeable work. The tests use one
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.protocol import messages as m
+from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS
 from tests.runtime.engine.real_node import RealNode
@@ -19,13 +19,17 @@ from tests.units import tp
 PAIR = tp(0, 1)
 SHORT = PROMPTS[:4]
 LENGTH = 500
+"""Output tokens of requests that a survivor has while the group is formed: more than it computes
+meanwhile."""
 PARTS = {instructions.Form, instructions.Start}
 
 
 @pytest.fixture(scope="module")
-def node(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNode]:
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNode]:
+    model = tmp_path_factory.mktemp("models") / "one-layer"  # its compilation takes half as long
+    write_checkpoint(model, CheckpointSpec(layers=1))
     cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("compiled"))}
-    with RealNode(llama, 2, restart_limit=9, enforce_eager=False, environment=cache) as node:
+    with RealNode(model, 2, restart_limit=9, enforce_eager=False, environment=cache) as node:
         yield node
 
 
@@ -48,8 +52,15 @@ def form_again(node: RealNode, part: str, survivor: int) -> None:
     nothing, node.transport.before_send = node.transport.before_send, submit
     node.bring_back(PAIR)
     node.transport.before_send = nothing
-    first, *others = (node.wait(serving[at : at + 4]) for at in range(0, len(serving), 4))
-    assert all(other == first for other in others)
+    node.wait_for_tokens(serving[: 2 * len(SHORT)], 32)
+    node.abort(serving)
+    core = node.controller.books.requests.core(alone(survivor))
+    node.until(lambda: not core.requests, "the end of all requests")
+    for prompt in range(len(SHORT)):
+        copies = (node.tokens[request] for request in serving[prompt :: len(SHORT)])
+        longest, *others = sorted(copies, key=len, reverse=True)
+        assert len(others[0]) >= 32
+        assert all(other == longest[: len(other)] for other in others)
 
 
 @pytest.mark.parametrize(
