@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from tests.server.node import ServedNode, children_of, served_node
 
 BODY = {"model": "shoal-demo", "prompt": "The sea", "max_tokens": 24, "temperature": 0}
 SINGLES, PAIR = [[0], [1]], [[0, 1]]
+LOOK_SECONDS = 0.05
+"""Between two looks at the node, which would take the time of engines that start."""
 
 
 @pytest.fixture
@@ -57,6 +60,7 @@ def wait_until_whole(http: httpx.Client, restarts: list[int]) -> None:
         states = [engine["state"] for engine in view["engines"]]
         if states == ["serving", "serving"] and not view["unavailable"]:
             break
+        time.sleep(LOOK_SECONDS)
     assert [engine["restarts"] for engine in view["engines"]] == restarts
 
 
@@ -122,7 +126,7 @@ def test_a_real_engine_comes_back_with_the_same_tokens(cache: Path) -> None:
         _, _, _, runner, *_ = node.children
         os.kill(runner, signal.SIGKILL)
         while layout(http)["engines"][1]["restarts"] == 0:
-            pass  # bounded by the test's time limit
+            time.sleep(LOOK_SECONDS)  # bounded by the test's time limit
         wait_until_whole(http, [0, 1])
         assert switch(http, PAIR).status_code == 200
         assert text(http, "0,1") == expected

@@ -21,6 +21,8 @@ SEEDED = 4
 TOKENS = 120
 EARLY = 3
 """Chunks that every stream has got before an engine goes."""
+NO_RESTART = ("--restart-backoff", "1000")
+"""A new engine would import vLLM anew while the streams run."""
 ENDLESS = 1900
 """Tokens of a stream that is cut off: about as many as the model can generate."""
 
@@ -133,7 +135,7 @@ def check_streams(node: ServedNode, act: Any) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_streams_go_on_when_an_engine_dies(serve: Serve, number: signal.Signals) -> None:
-    node = serve("--fake-step-ms", "20")
+    node = serve("--fake-step-ms", "20", *NO_RESTART)
     check_streams(node, lambda: os.kill(node.children[0], number))
     cause = {signal.SIGKILL: "ended", signal.SIGSTOP: "stopped"}[number]
     with node.client() as http:
@@ -144,7 +146,7 @@ def test_streams_go_on_when_an_engine_dies(serve: Serve, number: signal.Signals)
 
 
 def test_streams_go_on_when_a_real_engine_dies(serve: Serve) -> None:
-    node = serve(real=True, VLLM_LOGGING_LEVEL="CRITICAL")
+    node = serve(*NO_RESTART, real=True, VLLM_LOGGING_LEVEL="CRITICAL")
     scheduler, runner, *_ = node.children
     check_streams(node, lambda: os.kill(runner, signal.SIGKILL))
     assert not Path(f"/proc/{scheduler}").exists(), "an engine dies whole"
@@ -164,8 +166,7 @@ async def run_until_broken(node: ServedNode, act: Callable[[], None]) -> list[St
 
 
 def test_streams_end_when_no_engine_is_back_in_time(serve: Serve) -> None:
-    options = ("--restart-backoff", "1000", "--outage-limit", "0.5")
-    node = serve("--fake-step-ms", "20", *options)
+    node = serve("--fake-step-ms", "20", *NO_RESTART, "--outage-limit", "0.5")
 
     def lose_both() -> None:
         os.kill(node.children[0], signal.SIGSTOP)
