@@ -8,7 +8,8 @@
 #   PORT         port of `make serve`
 #   ARGS         more arguments for `shoal serve`
 #   PYTEST_ARGS  more arguments for pytest
-#   PYTEST_PROCESSES  processes that run tests (2); one of them runs all with real engines
+#   PYTEST_PROCESSES  processes that run tests (3; 2 for `make quick`); two of them run all with real
+#                     engines, and a third one computes while these wait
 #
 # docs/contributing.md lists variables of the environment with which tests go deeper.
 #
@@ -21,7 +22,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
-PYTEST_PROCESSES ?= 2
+PYTEST_PROCESSES ?= $(if $(filter quick,$(MAKECMDGOALS)),2,3)
 
 TORCH := torch==2.13.0
 UV := uv==0.13.8
@@ -66,14 +67,17 @@ setup: $(VENV)/installed
 # Everything is pinned and hashed in the lock, which leaves nothing to resolve: --no-deps. PyTorch comes
 # second, and finds its own dependencies in place unless its build brings more of them. What vLLM
 # declares and the lock leaves out on purpose (requirements/excludes.txt) is no conflict. pip would compile
-# all modules on one core. Some cannot be compiled, such as templates, and are no modules.
+# all modules on one core. A third of them is hardly ever imported (RARE). Some cannot be compiled, such as
+# templates, and are no modules.
+RARE := /(tests?|testing|lexers|fontTools)/|/transformers/models/.*/(modeling|modular|image|video|feature)
+
 $(VENV)/locked: requirements/cpu.lock requirements/make_venv.py
 	@echo "Setting up $(VENV) (once; this downloads vLLM and PyTorch)"
 	@test -n "$(PYTHON)" || { echo "Shoal needs Python: apt-get install python3"; exit 1; }
 	@$(PYTHON) requirements/make_venv.py $(VENV)
 	@$(PIP) install --no-compile --no-deps --require-hashes -r requirements/cpu.lock
 	@$(PIP) install --no-compile --no-warn-conflicts $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' $(VENV)/lib || true
 	@touch $@
 
 $(VENV)/installed: $(VENV)/locked pyproject.toml

@@ -21,14 +21,25 @@ os.environ.update(
 REAL = "real"
 """The word in the name of a file or function whose tests run real engines."""
 
+REAL_TOO = "other real engines"
+"""The second half of the modules with real engines: see ``process_of``."""
+
+HALF = (
+    "tests/server",
+    "tests/runtime/engine/test_real_r",
+    "tests/runtime/engine/test_real_s",
+    "tests/runtime/engine/test_real_t",
+)
+"""How the paths of the second half begin."""
+
 PROGRAMS = "tests/runtime/engine/test_real_v2"
-"""How modules are called that run one program each, and need not wait for other real engines."""
+"""How modules are called whose programs begin with vLLM imported in another way. They share a
+process, and need not wait for other real engines."""
 
 LONG = (
+    REAL_TOO,
     REAL,
-    "tests/runtime/engine/test_real_v2.py",
-    "tests/runtime/engine/test_real_v2_draft_model.py",
-    "tests/runtime/engine/test_real_v2_speculation.py",
+    PROGRAMS,
     "tests/server/test_schemathesis.py",
     "tests/models/test_models_page.py",
     "tests/runtime/engine/sequence/test_head_exchange.py",
@@ -62,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep a module in one process, and in one of them nearly all with real engines.
+    """Keep a module in one process, and in two of them nearly all with real engines.
 
     Not by ``--dist loadgroup``: pytest-xdist 3.8 loses all groups under pytest 9.2, in silence.
     """
@@ -79,7 +90,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def process_of(nodeid: str) -> str:
     """Return what a test shares a process with: tests of the same name here run in one."""
     module, _, _ = nodeid.partition("::")
-    return REAL if is_real(nodeid) and not module.startswith(PROGRAMS) else module
+    if module.startswith(PROGRAMS):
+        return PROGRAMS
+    if is_real(nodeid):
+        return REAL_TOO if module.startswith(HALF) else REAL
+    return module
 
 
 def is_real(nodeid: str) -> bool:
