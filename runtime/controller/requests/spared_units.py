@@ -9,10 +9,12 @@ comes to a unit where only background requests run waits for their steps, and th
 
 Background requests have a unit that costs less than the share as long as the account is hardly
 overdrawn. They have another one for a part of the time: as long as the account lasts. When people's
-requests begin to queue for prompts, they leave a unit at once. The only unit of a node is theirs
-while nobody else is there, if the account can pay for the wait of the next request.
+requests begin to queue for prompts, or a crowd of them comes, they leave a unit at once. The only
+unit of a node is theirs while nobody else is there, if the account can pay for the wait of the next
+request.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,12 +24,13 @@ from shoal.policies.values.layouts import Unit
 from shoal.policies.values.snapshot import PoolRequest, Snapshot
 from shoal.runtime.controller.requests.people_load import PeopleLoad
 
-TTFT_SHARE = 0.04
+TTFT_SHARE = 0.03
 """Share by which the mean TTFT of people's requests may grow."""
 TPOT_SHARE = 0.02
 """The same for their mean TPOT. The 90th percentile grows by about twice as much."""
 HOLD_SECONDS = 10.0
-"""A unit is given to background requests when the account lasts for at least so long."""
+"""A unit is given to background requests when the account lasts for at least so long, and no
+earlier than so long after one was given back to a crowd."""
 START = 10.0
 """Requests that the account has at first, and for which it must last when a unit is given. By as
 many it may be overdrawn while background requests have only units that cost less than the share."""
@@ -37,6 +40,8 @@ SAVED = 200.0
 """The same in requests."""
 OVERDRAWN = 50.0
 """Requests by which the account may be overdrawn."""
+CROWDED = 6.0
+"""In a burst a request loses at least so many times what it may lose, and twice what is usual."""
 SEEMING = 8
 """Requests that a spared unit seems to have. A policy also counts the requests that wait for a
 prompt, so it takes several to outweigh one that is really there."""
@@ -67,6 +72,8 @@ class SparedUnits:
         self._account = START
         """For how many requests people have not lost what they may lose."""
         self._people = PeopleLoad()
+        self._crowded_at = -math.inf
+        """When a unit was last given back to a crowd."""
 
     def see(
         self,
@@ -105,9 +112,12 @@ class SparedUnits:
             count = self._of_one(snapshot, units)
         else:
             load = people.usual(snapshot)
-            count = self._count(self._costs(snapshot, units, load), kept, load.rate)
-            if queued:
-                count = min(count, kept - 1)
+            usual = self._costs(snapshot, units, load)
+            holds = snapshot.now - self._crowded_at < HOLD_SECONDS
+            count = self._count(usual, kept, load.rate)
+            count = min(count, kept) if holds else count
+            if queued or self._is_crowded(costs, usual, kept):
+                count, self._crowded_at = min(count, kept - 1), snapshot.now
         self._choose(units, count)
 
     def context_of(self, snapshot: Snapshot) -> int:
@@ -174,6 +184,11 @@ class SparedUnits:
         if unit.people:
             return 1  # few are there beside them
         return int(self._account >= self._cost_of_wait(snapshot, units, unit.wait))
+
+    def _is_crowded(self, found: Sequence[float], usual: Sequence[float], now: int) -> bool:
+        """Return whether a request that comes now would lose far more than others usually do."""
+        last = min(now, len(found) - 1)
+        return now > 0 and found[last] > max(CROWDED, 2 * usual[last])
 
     def _count(self, costs: Sequence[float], now: int, rate: float) -> int:
         """Return how many units background requests get.

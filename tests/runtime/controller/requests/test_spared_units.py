@@ -140,8 +140,22 @@ def test_a_unit_is_given_back_at_once_when_people_queue_for_prompts() -> None:
     node.steady(0.02, 60.0, 0)
     before = len(node.see(1))
     assert before == 3
-    assert len(node.see(1, arrived=1, queued=0.003)) == before - 1
-    assert len(node.see(1, arrived=1, queued=0.003)) == before - 2
+    assert len(node.see(1, arrived=1, queued=0.002)) == before - 1
+    assert len(node.see(1, arrived=1, queued=0.002)) == before - 2
+
+
+def test_a_crowd_gets_a_unit_back_and_keeps_it_for_a_while() -> None:
+    node = Node()
+    node.steady(0.02, 60.0, 0)
+    assert len(node.see()) == 3
+    for _ in range(8):
+        node.see(5, arrived=1)
+    left = len(node.spared.units)
+    assert left < 3
+    came = node.now
+    while len(node.see()) <= left:
+        node.now += 0.5
+    assert node.now - came >= HOLD_SECONDS
 
 
 def test_an_account_that_is_overdrawn_spares_nothing_until_people_have_lost_less() -> None:
@@ -175,7 +189,7 @@ def test_the_only_unit_is_left_when_the_next_request_would_wait_too_long() -> No
         node.now += 1.0
         assert node.see(1, arrived=1) == {alone(0)}, "few are beside people"
         paid += 1
-    # The wait is about as long as a prompt takes, of which people may lose 4 %.
+    # The wait is about as long as a prompt takes, of which people may lose 3 %.
     assert 1 / TTFT_SHARE / 3 < START + paid < 3 / TTFT_SHARE
     account = node.spared._account
     assert node.see(1, arrived=1, waited=wait) == {alone(0)}
