@@ -241,8 +241,7 @@ class _Runs:
             began = time.monotonic()
             await self._run(name, into)
             after = await self._batches.batches.retrieve(batch_id)
-            if after.status != "in_progress":
-                raise RequestFailedError(f"{name}: the batch is {after.status}: it was too small")
+            _check(after)
         into.lines += _done(after) - _done(before)
         into.line_tokens += _tokens(after) - _tokens(before)
         say(f"{name}: {_done(after) - _done(before)} lines in {time.monotonic() - began:.1f} s")
@@ -259,16 +258,13 @@ class _Runs:
             input_file_id=file.id, endpoint=ENDPOINT, completion_window="24h"
         )
         await self._until(batch.id, "in_progress")
-        try:
-            yield batch.id
-        finally:
-            await api.batches.cancel(batch.id)
-            await self._until(batch.id, "cancelled")
+        yield batch.id
+        await api.batches.cancel(batch.id)
+        await self._until(batch.id, "cancelled")
 
     async def _until(self, batch_id: str, status: str) -> None:
         while (batch := await self._batches.batches.retrieve(batch_id)).status != status:
-            if batch.status in ("failed", "completed", "expired"):
-                raise RequestFailedError(f"the batch is {batch.status}: {batch.errors}")
+            _check(batch)
             await sleep(POLL_SECONDS)
 
     def _line(self, name: str, index: int) -> bytes:
@@ -300,6 +296,18 @@ class _Runs:
         if failed > MAX_FAILED * result["completed"]:
             raise LoadFailedError(f"{name}: {failed} of people's requests failed")
         return result
+
+
+def _check(batch: openai.types.Batch) -> None:
+    """Refuse a batch that is not worked on any more.
+
+    Raises:
+        RequestFailedError: it is not.
+    """
+    if batch.status in ("finalizing", "completed"):
+        raise RequestFailedError("the batch was too small: raise --lines-per-second")
+    if batch.status in ("failed", "expired"):
+        raise RequestFailedError(f"the batch has {batch.status}: {batch.errors}")
 
 
 def _done(batch: openai.types.Batch) -> int:
