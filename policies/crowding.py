@@ -1,8 +1,9 @@
 """How much later requests are if fewer units serve them, by the cost model.
 
-A request that finds no idle unit waits for the steps that its unit has scheduled, and its own steps
-then read the context of the unit's other requests, too, and stand still while prompts are computed
-for these. All of this becomes more frequent when the same requests have fewer units.
+A request that finds no idle unit waits for the steps that its unit has scheduled, and for prompts
+that came before its own. Its steps then read the context of the unit's other requests, too, and
+stand still while prompts are computed for these. All of this becomes more frequent when the same
+requests have fewer units.
 """
 
 import math
@@ -60,13 +61,25 @@ class Crowding:
     def ttft(self, units: int) -> float:
         """Return the mean seconds to a request's first token; a prompt is one step."""
         busy = 1 - _poisson_below(units, self._load.running)
-        return self._prompt + STEPS_AHEAD * self._step * busy
+        return self._prompt + STEPS_AHEAD * self._step * busy + self._queue(units)
+
+    def _queue(self, units: int) -> float:
+        """Return the mean seconds for which a prompt waits for others.
+
+        They are about those of M/D/c (Sakasegawa's formula for M/M/c, halved).
+        """
+        share = self._share(units)
+        waits = math.pow(share, math.sqrt(2 * (units + 1)) - 1) / (units * (1 - share))
+        return self._prompt * waits / 2
+
+    def _share(self, units: int) -> float:
+        """Return the share of a unit's time that prompts need."""
+        return min(MOST_PROMPTS, self._load.rate * self._prompt / units)
 
     def tpot(self, units: int) -> float:
         """Return the mean seconds between two of a request's tokens."""
         step = self._step + self._each * self._load.running / units
-        prompts = self._load.rate * self._prompt / units
-        return step / (1 - min(MOST_PROMPTS, prompts))
+        return step / (1 - self._share(units))
 
 
 def _poisson_below(limit: int, mean: float) -> float:

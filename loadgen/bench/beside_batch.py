@@ -1,18 +1,23 @@
 """People's latencies with a batch beside them and without it, in virtual time.
 
     python -m shoal.loadgen.bench.beside_batch --engines 4 --rates 2 4 8 --seeds 0 1 2 --seconds 60
+    python -m shoal.loadgen.bench.beside_batch --engines 2 --ways dp tp2 adaptive --loads bursts
 
-People's requests arrive at random (Poisson), and a batch that is too large for the time is there
-from the beginning. The run ends when people's requests have ended.
+People's requests arrive at random (Poisson, or Poisson bursts), and a batch that is too large for
+the time is there from the beginning. The run ends when people's requests have ended.
 """
 
 import argparse
+import itertools
 import random
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.loadgen.workload import Arrival
+from shoal.policies.registry import POLICIES
+from shoal.policies.static import MANUAL
+from shoal.policies.values.layouts import layouts_up_to
 from shoal.runtime.config import BACKGROUND_PRIORITY
 from shoal.runtime.simulation.data_sheets import hardware_named
 from shoal.runtime.simulation.node_settings import Node
@@ -21,6 +26,17 @@ from shoal.runtime.simulation.simulated_node import Run, simulate
 
 BATCH_PER_SECOND = 25
 """Background requests for each engine and second: as many as an engine does alone."""
+LENGTHS = {
+    "mixed": ((100, 3000), (20, 300)),
+    "chat": ((20, 500), (100, 400)),
+    "long": ((4000, 16000), (50, 300)),
+    "bursts": ((100, 3000), (20, 300)),
+}
+"""Kinds of people's load: bounds of prompts and of outputs."""
+BURST = (8, 24)
+"""Bounds of the requests of a burst."""
+BURST_RATE = 20.0
+"""Requests per second in a burst."""
 
 
 @dataclass(slots=True)
@@ -49,12 +65,19 @@ class Figures:
             self.tpot.append((life.ended - life.first_token) / (life.tokens - 1))
 
 
-def people(rate: float, seconds: float, seed: int) -> list[Arrival]:
-    """Return people's requests: prompts of 100 to 3,000 tokens, outputs of 20 to 300."""
-    rng, at, made = random.Random(f"people {seed}"), 0.0, []
-    while (at := at + rng.expovariate(rate)) < seconds:
-        made.append(Arrival(at, rng.randint(100, 3000), rng.randint(20, 300), 0))
-    return made
+def people(rate: float, seconds: float, seed: int, load: str = "mixed") -> list[Arrival]:
+    """Return people's requests: one of ``LENGTHS``, at a mean rate."""
+    rng, at, made = random.Random(f"people {load} {seed}"), 0.0, []
+    prompts, outputs = LENGTHS[load]
+    bursts = load == "bursts"
+    mean = sum(BURST) / 2 if bursts else 1.0
+    while (at := at + rng.expovariate(rate / mean)) < seconds:
+        then = at
+        for _ in range(rng.randint(*BURST) if bursts else 1):
+            then += rng.expovariate(BURST_RATE) if bursts else 0.0
+            if then < seconds:
+                made.append(Arrival(then, rng.randint(*prompts), rng.randint(*outputs), 0))
+    return sorted(made, key=lambda arrival: arrival.at)
 
 
 def batch(count: int, seed: int, priority: int = BACKGROUND_PRIORITY) -> list[Arrival]:
@@ -65,11 +88,13 @@ def batch(count: int, seed: int, priority: int = BACKGROUND_PRIORITY) -> list[Ar
     ]
 
 
-def serve(node: Node, arrivals: Iterable[Arrival]) -> tuple[Run, list[Arrival]]:
+def serve(
+    node: Node, arrivals: Iterable[Arrival], policy: str = MANUAL.name
+) -> tuple[Run, list[Arrival]]:
     """Serve requests until people's have ended."""
     ordered = sorted(arrivals, key=lambda arrival: arrival.at)
     run = simulate(
-        node, "manual", ordered, awaited=lambda arrival: arrival.priority < BACKGROUND_PRIORITY
+        node, policy, ordered, awaited=lambda arrival: arrival.priority < BACKGROUND_PRIORITY
     )
     return run, ordered
 
@@ -81,19 +106,25 @@ def percentile_90(values: Iterable[float]) -> float:
 
 
 def compare(
-    node: Node, rate: float, seconds: float, seeds: Iterable[int]
+    node: Node,
+    rate: float,
+    seconds: float,
+    seeds: Iterable[int],
+    *,
+    load: str = "mixed",
+    policy: str = MANUAL.name,
 ) -> tuple[Figures, Figures]:
     """Return the figures of several runs without a batch, and with one beside."""
     alone, beside = Figures(), Figures()
     for seed in seeds:
-        asked = people(rate, seconds, seed)
+        asked = people(rate, seconds, seed, load)
         saturating = batch(round(BATCH_PER_SECOND * node.engines * seconds), seed)
-        alone.add(*serve(node, asked), seconds)
-        beside.add(*serve(node, [*asked, *saturating]), seconds)
+        alone.add(*serve(node, asked, policy), seconds)
+        beside.add(*serve(node, [*asked, *saturating], policy), seconds)
     return alone, beside
 
 
-def row(rate: float, alone: Figures, beside: Figures, seconds: float) -> str:
+def row(name: str, alone: Figures, beside: Figures, seconds: float) -> str:
     """Return a row of the table; ``seconds`` are those of all runs together."""
 
     def grown(old: Sequence[float], new: Sequence[float], unit: float, digits: int) -> str:
@@ -103,7 +134,7 @@ def row(rate: float, alone: Figures, beside: Figures, seconds: float) -> str:
         return f"{shown} ({after / before - 1:+.1%}; mean {mean:+.1%})"
 
     cells = (
-        f"{rate:g}",
+        name,
         grown(alone.ttft, beside.ttft, 1000, 1),
         grown(alone.tpot, beside.tpot, 1000, 2),
         f"{alone.people_done / seconds:.2f} → {beside.people_done / seconds:.2f}",
@@ -115,22 +146,33 @@ def row(rate: float, alone: Figures, beside: Figures, seconds: float) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 4.0, 8.0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--model-shape", default="llama-3-8b-bf16")
-    parser.add_argument("--hardware", default="h200")
+    add = parser.add_argument
+    add("--engines", type=int, default=4)
+    add("--ways", nargs="+", default=["dp"], help="layouts and policies")
+    add("--loads", nargs="+", choices=LENGTHS, default=["mixed"])
+    add("--rates", type=float, nargs="+", default=[2.0, 4.0, 8.0])
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    add("--seconds", type=float, default=60.0)
+    add("--model-shape", default="llama-3-8b-bf16")
+    add("--hardware", default="h200")
     args = parser.parse_args(argv)
     shape, hardware = read_shape(args.model_shape), hardware_named(args.hardware)
-    node = Node(shape, hardware, engines=args.engines, max_group=args.engines)
+    sizes = {"engines": args.engines, "max_group": args.engines, "max_sp": args.engines}
+    node = Node(shape, hardware, **sizes)
+    layouts = {layout.name: layout for layout in layouts_up_to(args.engines)}
+    for way in args.ways:
+        if way not in layouts and way not in POLICIES:
+            parser.error(f"--ways {way}: choose of {', '.join((*layouts, *POLICIES))}")
     print(
-        "| people's requests/s | P90 TTFT, ms | P90 TPOT, ms | people's done/s | batch's done/s |"
+        "| way, load, requests/s | P90 TTFT, ms | P90 TPOT, ms | people's done/s | batch's done/s |"
     )
     print("|---|---|---|---|---|")
-    for rate in args.rates:
-        found = compare(node, rate, args.seconds, args.seeds)
-        print(row(rate, *found, args.seconds * len(args.seeds)), flush=True)
+    for load, way, rate in itertools.product(args.loads, args.ways, args.rates):
+        placed = replace(node, layout=layouts.get(way))
+        policy = MANUAL.name if way in layouts else way
+        found = compare(placed, rate, args.seconds, args.seeds, load=load, policy=policy)
+        seconds = args.seconds * len(args.seeds)
+        print(row(f"{way}, {load}, {rate:g}", *found, seconds), flush=True)
 
 
 if __name__ == "__main__":

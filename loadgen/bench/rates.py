@@ -119,7 +119,7 @@ def read_sweep(args: Namespace) -> Sweep:
     Raises:
         UserError: the options do not go together, or do not fit those of the server.
     """
-    lengths = _lengths(args.rate_request)
+    lengths = read_lengths(args.rate_request, "--rate-request")
     tokens = lengths.prompt[1] + lengths.output[1]
     if tokens > args.max_model_len:
         raise UserError(
@@ -145,13 +145,17 @@ def read_sweep(args: Namespace) -> Sweep:
     return Sweep(workloads, args.policies, about=about)
 
 
-def _lengths(text: str) -> Lengths:
-    """Return the lengths that ``--rate-request`` says: a number or LOW:HIGH for each of the two.
+def read_lengths(text: str, option: str) -> Lengths:
+    """Return the lengths that an option says: a number or LOW:HIGH for prompt and output.
+
+    Args:
+        text: the option's value.
+        option: its name.
 
     Raises:
         UserError: it says something else.
     """
-    wrong = UserError(f"--rate-request {text}: it must be PROMPT,OUTPUT, each N or LOW:HIGH")
+    wrong = UserError(f"{option} {text}: it must be PROMPT,OUTPUT, each N or LOW:HIGH")
     try:
         bounds = [tuple(map(int, part.split(":"))) for part in text.split(",")]
     except ValueError:

@@ -255,7 +255,8 @@ def ways(
     return found + [Way(name, policy=name) for name in policies]
 
 
-async def _enter(client: Client, system: System, way: Way) -> None:
+async def enter(client: Client, system: System, way: Way) -> None:
+    """Make a server work in a way, if it has several."""
     if not system.switches:
         return
     await client.call("POST", "/admin/policy", {"policy": way.policy or "manual"})
@@ -274,9 +275,9 @@ def made_up(units: int) -> Iterator[Load]:
     """
     for batch in (1, 8, 64):
         at_once, number = batch * units, max(6, 3 * batch) * units
-        yield _random(f"128 + 128 tokens, {batch} at once per unit", at_once, number, 128, 128)
+        yield random_load(f"128 + 128 tokens, {batch} at once per unit", at_once, number, 128, 128)
     for tokens in (512, 4096):
-        yield _random(f"{tokens:,} tokens, one at a time", 1, 6, tokens, 2)
+        yield random_load(f"{tokens:,} tokens, one at a time", 1, 6, tokens, 2)
 
 
 def replays(
@@ -296,7 +297,8 @@ def replays(
                 yield Load(f"{one.name} by shoal replay", (), trace)
 
 
-def _random(name: str, at_once: int, number: int, prompt: int, output: int) -> Load:
+def random_load(name: str, at_once: int, number: int, prompt: int, output: int) -> Load:
+    """Return requests of one length, of which so many are sent at once."""
     return Load(
         name,
         (
@@ -386,8 +388,8 @@ class _Taker:
                 say(f"{self.system.name}: the budget is spent: run again")
                 return False
             if way != entered:
-                await _enter(client, self.system, way)
-                warm_up = _random("warm-up", _WARM_UP, _WARM_UP, 2000, 8)
+                await enter(client, self.system, way)
+                warm_up = random_load("warm-up", _WARM_UP, _WARM_UP, 2000, 8)
                 await self._run(address, way, warm_up)
                 entered = way
             figures = await self._run(address, way, load)
@@ -413,16 +415,26 @@ class _Taker:
         return {name: result[name] for name in result if name in KEPT or _is_statistic(name)}
 
     async def _run_vllm(self, address: str, load: Load, seed: int) -> dict[str, Any]:
-        return await self.vllm.run(
-            [
-                *("--backend", "openai", "--base-url", address, "--endpoint", "/v1/completions"),
-                *("--model", SERVED_NAME, "--tokenizer", str(self.args.out / "model")),
-                *("--ignore-eos", "--percentile-metrics", ",".join(STATISTICS)),
-                *("--metric-percentiles", "50,90,99", "--seed", str(seed)),
-                *(("--save-detailed",) if load.trace is not None else ()),
-                *load.arguments,
-            ]
-        )
+        return await self.vllm.run(vllm_arguments(address, self.args.out / "model", load, seed))
+
+
+def vllm_arguments(address: str, model: Path, load: Load, seed: int) -> list[str]:
+    """Return the arguments of ``vllm bench serve`` that send a load.
+
+    Args:
+        address: the server's URL.
+        model: the directory with the tokenizer.
+        load: the load; it has arguments.
+        seed: of its prompts.
+    """
+    return [
+        *("--backend", "openai", "--base-url", address, "--endpoint", "/v1/completions"),
+        *("--model", SERVED_NAME, "--tokenizer", str(model)),
+        *("--ignore-eos", "--percentile-metrics", ",".join(STATISTICS)),
+        *("--metric-percentiles", "50,90,99", "--seed", str(seed)),
+        *(("--save-detailed",) if load.trace is not None else ()),
+        *load.arguments,
+    ]
 
 
 def seed_of(name: str) -> int:

@@ -19,6 +19,10 @@ BENCHMARKS = {
         "shoal.loadgen.bench.traffic",
         "stock vLLM's DP and TP, and Shoal, with their own defaults, on any traffic",
     ),
+    "batch": (
+        "shoal.loadgen.bench.batch_beside_people",
+        "people's latencies without a batch and with one beside them",
+    ),
     "overload": (
         "shoal.loadgen.bench.overload",
         "a node that is asked for many times what it can do",

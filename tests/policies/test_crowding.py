@@ -16,12 +16,24 @@ LOAD = Load(rate=2.0, running=1.0, prompt_tokens=1000, output_tokens=200)
 
 def test_a_request_waits_only_if_no_unit_is_idle() -> None:
     prompt = Crowding(MODEL, DP, Load(0.0, 0.0, 1000, 200)).ttft(1)
-    crowding = Crowding(MODEL, DP, LOAD)
+    crowding = Crowding(MODEL, DP, Load(0.0, 1.0, 1000, 200))
     step = Crowding(MODEL, DP, Load(0.0, 0.0, 1000, 200)).tpot(1)
     none = math.exp(-1)
     assert crowding.ttft(1) == pytest.approx(prompt + STEPS_AHEAD * step * (1 - none))
     assert crowding.ttft(2) == pytest.approx(prompt + STEPS_AHEAD * step * (1 - 2 * none))
     assert crowding.ttft(8) == pytest.approx(prompt, rel=1e-4)
+
+
+def test_prompts_queue_for_a_unit_as_in_m_d_1_and_less_for_several() -> None:
+    prompt = Crowding(MODEL, DP, Load(0.0, 0.0, 1000, 200)).ttft(1)
+    found = []
+    for rate in (1.0, 4.0, 8.0):
+        share = rate * prompt
+        queue = Crowding(MODEL, DP, Load(rate, 0.0, 1000, 200)).ttft(1) - prompt
+        assert queue == pytest.approx(prompt * share / (2 * (1 - share)))
+        found.append(Crowding(MODEL, DP, Load(rate, 0.0, 1000, 200)).ttft(2) - prompt)
+        assert found[-1] < queue / 2
+    assert found == sorted(found)
 
 
 def test_tokens_wait_for_the_prompts_of_others() -> None:

@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import islice
 
 from shoal.policies.cost.cost_model import CostModel
+from shoal.policies.crowding import STEPS_AHEAD
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.plan import Dispatch, Plan
@@ -36,8 +37,9 @@ from shoal.runtime.protocol import messages as m
 
 SLOWDOWN = 0.01
 """Share by which background requests that decode may lengthen a step of other requests."""
-PROMPT_SHARE = 0.005
-"""Share of the time that their prompts may take where other requests run."""
+PROMPT_SHARE = 0.0025
+"""Share of the time that their prompts may take where other requests run. A prompt delays few of
+these for long, so the 90th percentile notices more of it than the mean."""
 RESERVE = 8
 """One part in so many of a unit's seats and KV blocks is left to others."""
 PROMPT_TOKENS = 512
@@ -109,7 +111,6 @@ class Background:
             name: unit for name, unit in self._leaving.items() if self._requests.where(name) == unit
         }
         coming = {dispatch.request_id for dispatch in plan.dispatches}
-        taken = {dispatch.unit for dispatch in plan.dispatches}
         # A request that needs a wider unit gains nothing if these units are cleared.
         waits = any(
             r.request_id not in coming
@@ -117,10 +118,9 @@ class Background:
             and any(unit.can_hold(r) for unit in snapshot.units)
             for r in snapshot.pool
         )
-        rooms = [_Room(self, unit, snapshot, unit.unit in taken) for unit in snapshot.units]
+        rooms = [_Room(self, unit, snapshot) for unit in snapshot.units]
         rooms = [room for room in rooms if room.unit.serving]
-        units = [Occupancy(room.unit.unit, room.others, len(room.staying)) for room in rooms]
-        self._see_people(snapshot, units, needed=True)
+        self._see_people(snapshot, [self._occupancy(room) for room in rooms], needed=True)
         for room in rooms:
             spared = room.unit.unit in self._spared.units
             self._take_out(room, everything=waits or not spared)
@@ -128,6 +128,18 @@ class Background:
         if waits or plan.target is not None or not self._pool.background:
             return Plan()
         return Plan(dispatches=tuple(self._starts(snapshot, rooms)))
+
+    def _occupancy(self, room: "_Room") -> Occupancy:
+        waiting = self._pool.background
+        mean = self._pool.background_tokens / waiting if waiting else 0.0
+        return Occupancy(
+            room.unit.unit,
+            room.others,
+            len(room.staying),
+            room.wait_of_next(waiting, mean),
+            room.waited,
+            room.queued,
+        )
 
     def _see_people(self, snapshot: Snapshot, units: Sequence[Occupancy], *, needed: bool) -> None:
         arrived = [seen for seen in snapshot.arrived if not self._yields(seen, snapshot.now)]
@@ -236,14 +248,14 @@ class Background:
 class _Room:
     """What background requests may have of a unit."""
 
-    def __init__(
-        self, background: Background, unit: UnitState, snapshot: Snapshot, taken: bool
-    ) -> None:
+    def __init__(self, background: Background, unit: UnitState, snapshot: Snapshot) -> None:
         core = background.core(unit.unit)
         own = background.of(core, snapshot.now)
         self.unit = unit
         self.staying = [seen for seen in own if not background.is_leaving(seen)]
-        self.others = len(core.requests) - len(own) + taken
+        self.others = len(core.requests) - len(own)
+        self._others_before = unit.requests - len(own)
+        self._step_tokens = snapshot.chunk(unit.unit.layout)
         self._core = core
         self._model = background.cost_model
         self._queued = unit.prefill_tokens if unit.waiting else 0
@@ -256,6 +268,11 @@ class _Room:
             return 0  # what is left of its prefixes is known when they have gone
         if self.others:
             return self.most_beside_others() - len(self.staying)
+        return self._seats
+
+    @property
+    def _seats(self) -> int:
+        """Return how many more requests may be here while nobody else is."""
         limit = self.unit.free_slots + self.unit.requests
         return self.unit.free_slots - math.ceil(limit / RESERVE)
 
@@ -276,6 +293,44 @@ class _Room:
     def _batch_of_others(self) -> Batch:
         tokens = sum(seen.prompt_tokens for seen in self.staying)
         return Batch(max(1, self.others), max(0, self._core.figures.prompt_tokens - tokens))
+
+    def wait_of_next(self, waiting: int, mean: float) -> float:
+        """Return for how long a person's request would wait if only background requests were here.
+
+        Args:
+            waiting: background requests in the pool.
+            mean: their prompts' tokens, in the mean.
+        """
+        if self._model is None or self.others:
+            return 0.0
+        blocks = self.unit.free_blocks - self.unit.total_blocks // RESERVE
+        fit = int(blocks * self.unit.block_tokens / max(1.0, mean))
+        more = max(0, min(self._seats, waiting, fit))
+        context = self.unit.context_tokens + more * mean
+        return self._wait(len(self.staying) + more, context, mean)
+
+    @property
+    def waited(self) -> float:
+        """For how long the first of the others waits for background requests that are here."""
+        if self._model is None or self._others_before or not (self.others and self.unit.requests):
+            return 0.0
+        return self._wait(self.unit.running, self.unit.context_tokens, self._queued)
+
+    @property
+    def queued(self) -> float:
+        """For how long the others that have just come wait for prompts of those before."""
+        came = self.others - self._others_before
+        if self._model is None or came <= 0 or not (self._others_before and self._queued):
+            return 0.0
+        prompts = Batch(0, 0, self._queued, self._queued // 2)
+        return came * self._model.step_seconds(self.unit.unit.layout, prompts)
+
+    def _wait(self, decodes: int, context: float, prompt: float) -> float:
+        """Return the seconds of the steps that are under way when a request comes."""
+        assert self._model is not None
+        new = min(self._step_tokens, round(prompt))
+        batch = Batch(decodes, round(context), new, new // 2)
+        return STEPS_AHEAD * self._model.step_seconds(self.unit.unit.layout, batch)
 
     def prompt_seconds(self, seen: PoolRequest) -> float:
         """Return by how much a request's prompt lengthens a step of the others."""

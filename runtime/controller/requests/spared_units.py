@@ -2,9 +2,16 @@
 
 Every unit that background requests have makes people's requests a little later, because these share
 the others (``shoal.policies.crowding``). People may lose a fixed share of their time in this way
-(``TTFT_SHARE``, ``TPOT_SHARE``), and an account keeps what they have not lost so far. If the next
-unit costs more than the share, background requests have it for a part of the time: as long as the
-account lasts.
+(``TTFT_SHARE``, ``TPOT_SHARE``), and an account keeps what they have not lost so far. What all of
+them may lose for one of their requests is the account's unit. Each request that comes adds one, and
+takes what it loses by the units that it does not have, in the crowd that it finds. A request that
+comes to a unit where only background requests run waits for their steps, and this is taken, too.
+
+Background requests have a unit that costs less than the share as long as the account is hardly
+overdrawn. They have another one for a part of the time: as long as the account lasts. When people's
+requests begin to queue for prompts, or a crowd of them comes, they leave a unit at once. The only
+unit of a node is theirs while nobody else is there, if the account can pay for the wait of the next
+request.
 """
 
 import math
@@ -15,28 +22,29 @@ from shoal.policies.crowding import Crowding, Load
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.snapshot import PoolRequest, Snapshot
+from shoal.runtime.controller.requests.people_load import PeopleLoad
 
 TTFT_SHARE = 0.03
 """Share by which the mean TTFT of people's requests may grow."""
 TPOT_SHARE = 0.02
 """The same for their mean TPOT. The 90th percentile grows by about twice as much."""
 HOLD_SECONDS = 10.0
-"""A unit is given to background requests when the account lasts for at least so long."""
+"""A unit is given to background requests when the account lasts for at least so long, and no
+earlier than so long after one was given back to a crowd."""
+START = 10.0
+"""Requests that the account has at first, and for which it must last when a unit is given. By as
+many it may be overdrawn while background requests have only units that cost less than the share."""
 SAVED_SECONDS = 60.0
-"""Most that the account keeps: so many seconds of what people may lose."""
-SMOOTHING_SECONDS = 10.0
-"""Time constant of the figures of people's load."""
-LINGER_SECONDS = 60.0
-"""How long after a person's request a unit is kept free for the next one, at least."""
-LINGER_GAPS = 4.0
-"""The same in mean times between two such requests, so that few come later than that."""
-MOST_LINGER_SECONDS = 600.0
-"""People who come more rarely wait for the steps of background requests."""
+"""Most that the account keeps: what people may lose in so many seconds, and ``SAVED``."""
+SAVED = 200.0
+"""The same in requests."""
+OVERDRAWN = 50.0
+"""Requests by which the account may be overdrawn."""
+CROWDED = 6.0
+"""In a burst a request loses at least so many times what it may lose, and twice what is usual."""
 SEEMING = 8
 """Requests that a spared unit seems to have. A policy also counts the requests that wait for a
 prompt, so it takes several to outweigh one that is really there."""
-GAPS_KEPT = 8
-"""A gap between two requests has the weight of one in so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +54,13 @@ class Occupancy:
     unit: Unit
     people: int
     background: int
+    wait: float = 0.0
+    """Seconds for which a person's request would wait here if only background requests were here:
+    as many as the unit has room for."""
+    waited: float = 0.0
+    """Seconds for which one that has just come waits for those that really are here."""
+    queued: float = 0.0
+    """Seconds for which one that has just come waits for the prompts of others of people's."""
 
 
 class SparedUnits:
@@ -54,13 +69,11 @@ class SparedUnits:
     def __init__(self) -> None:
         self.units: frozenset[Unit] = frozenset()
         """Those that background requests may have, whether or not people are still there."""
-        self._account = 0.0
-        """Seconds of the allowed loss that people have not lost."""
-        self._seen_at = self._began = math.nan
-        self._came_at = -math.inf
-        self._gap = 0.0
-        self._running_now = 0
-        self._rate = self._prompts = self._running = 0.0
+        self._account = START
+        """For how many requests people have not lost what they may lose."""
+        self._people = PeopleLoad()
+        self._crowded_at = -math.inf
+        """When a unit was last given back to a crowd."""
 
     def see(
         self,
@@ -78,15 +91,34 @@ class SparedUnits:
             arrived: people's requests since the last call.
             needed: whether there are background requests.
         """
-        passed = self._note(snapshot.now, units, arrived)
+        people = self._people
+        people.pass_to(snapshot.now)
+        found = people.found(snapshot)
+        people.arrive(arrived)
+        people.run(sum(one.people for one in units))
         if not units or not needed:
-            self._pay(passed, 0.0)
+            self._account = max(self._account, min(START, self._account + len(arrived)))
             self.units = frozenset()
             return
-        kept = [one for one in units if one.unit in self.units]
-        costs = self._costs(snapshot, units)
-        self._pay(passed, costs[min(len(kept), len(costs) - 1)])
-        self._choose(units, self._count(costs, len(kept)))
+        kept = sum(one.unit in self.units for one in units)
+        costs = self._costs(snapshot, units, found)
+        queued = sum(one.queued for one in units) if kept and len(units) > 1 else 0.0
+        waited = sum(one.waited for one in units) + queued
+        lost = self._cost_of_wait(snapshot, units, waited)
+        self._take(snapshot, len(arrived) * (1 - costs[min(kept, len(costs) - 1)]) - lost)
+        if people.is_unused:
+            count = len(units)
+        elif len(units) == 1:
+            count = self._of_one(snapshot, units)
+        else:
+            load = people.usual(snapshot)
+            usual = self._costs(snapshot, units, load)
+            holds = snapshot.now - self._crowded_at < HOLD_SECONDS
+            count = self._count(usual, kept, load.rate)
+            count = min(count, kept) if holds else count
+            if queued or self._is_crowded(costs, usual, kept):
+                count, self._crowded_at = min(count, kept - 1), snapshot.now
+        self._choose(units, count)
 
     def context_of(self, snapshot: Snapshot) -> int:
         """Return the tokens of context that a spared unit seems to have, so that people avoid it.
@@ -95,59 +127,37 @@ class SparedUnits:
         people's requests go there only when the others have much more to do than usual.
         """
         others = max(1, len(snapshot.units) - len(self.units))
-        load = self._load(snapshot)
+        load = self._people.usual(snapshot)
         return round(SEEMING * (1 + load.running / others) * load.context_tokens)
 
-    def _note(
-        self, now: float, units: Sequence[Occupancy], arrived: Sequence[PoolRequest]
-    ) -> float:
-        """Smooth the figures of people's load; return the seconds since the last call."""
-        if math.isnan(self._seen_at):
-            self._seen_at = self._began = now
-        passed, self._seen_at = now - self._seen_at, now
-        kept = math.exp(-passed / SMOOTHING_SECONDS)
-        self._running = kept * self._running + (1 - kept) * self._running_now
-        self._running_now = sum(one.people for one in units)
-        self._rate, self._prompts = kept * self._rate, kept * self._prompts
-        for request in arrived:
-            self._rate += 1 / SMOOTHING_SECONDS
-            self._prompts += request.prompt_tokens / SMOOTHING_SECONDS
-            if self._came_at > -math.inf:
-                self._gap += (now - self._came_at - self._gap) / GAPS_KEPT
-            self._came_at = now
-        if self._running_now:
-            self._came_at = now
-        return passed
+    def _take(self, snapshot: Snapshot, requests: float) -> None:
+        """Add to the account, or take from it if the number is negative."""
+        most = SAVED + SAVED_SECONDS * self._people.usual(snapshot).rate
+        self._account = max(-OVERDRAWN, min(most, self._account + requests))
 
-    @property
-    def _is_unused(self) -> bool:
-        """Whether no person's request is on the node or likely to come soon."""
-        linger = min(MOST_LINGER_SECONDS, max(LINGER_SECONDS, LINGER_GAPS * self._gap))
-        return self._seen_at - self._came_at >= linger
-
-    def _load(self, snapshot: Snapshot) -> Load:
-        """Return people's load; the averages are over the time that has passed."""
-        known = 1 - math.exp((self._began - self._seen_at) / SMOOTHING_SECONDS)
-        mean = self._prompts / self._rate if self._rate else snapshot.prompt_tokens
-        rate, running = (self._rate / known, self._running / known) if known else (0.0, 0.0)
-        return Load(rate, running, mean, snapshot.output_tokens)
-
-    def _costs(self, snapshot: Snapshot, units: Sequence[Occupancy]) -> list[float]:
-        """Return what people lose by 0, 1, ... spared units; 1 is all that they may lose.
-
-        One unit is left to people, unless it is the only one, or they do not use the node.
-        """
-        if self._is_unused:
-            return [0.0] * (len(units) + 1)
-        if len(units) == 1:
-            return [0.0, 0.0]
-        model, load = snapshot.cost_model, self._load(snapshot)
+    def _crowding(
+        self, snapshot: Snapshot, units: Sequence[Occupancy], load: Load
+    ) -> Crowding | None:
+        model = snapshot.cost_model
         if model is None:
-            return [0.0] * (len(units) // 2 + 1)
+            return None
         prompt = Batch(0, 0, round(load.prompt_tokens))
         # Units may differ; the narrowest is the one that notices others most.
         layout = min((one.unit.layout for one in units), key=lambda layout: layout.world_size)
-        crowding = Crowding(model, layout, load, snapshot.mode(layout, prompt))
+        return Crowding(model, layout, load, snapshot.mode(layout, prompt))
+
+    def _costs(self, snapshot: Snapshot, units: Sequence[Occupancy], load: Load) -> list[float]:
+        """Return what a request loses by 0, 1, ... spared units; 1 is all that it may lose.
+
+        One unit is left to people, unless it is the only one, or they do not use the node.
+        """
+        if self._people.is_unused:
+            return [0.0] * (len(units) + 1)
+        if len(units) == 1:
+            return [0.0, 0.0]
+        crowding = self._crowding(snapshot, units, load)
+        if crowding is None:
+            return [0.0] * (len(units) // 2 + 1)
         ttft, tpot = crowding.ttft(len(units)), crowding.tpot(len(units))
         return [
             max(
@@ -157,21 +167,46 @@ class SparedUnits:
             for left in range(len(units), 0, -1)
         ]
 
-    def _pay(self, seconds: float, cost: float) -> None:
-        self._account = min(SAVED_SECONDS, self._account + seconds * (1 - cost))
+    def _cost_of_wait(
+        self, snapshot: Snapshot, units: Sequence[Occupancy], seconds: float
+    ) -> float:
+        """Return what requests lose by a wait, in requests that lose what they may."""
+        if not seconds or self._people.is_unused:
+            return 0.0
+        crowding = self._crowding(snapshot, units, self._people.usual(snapshot))
+        if crowding is None:
+            return 0.0
+        return seconds / (TTFT_SHARE * crowding.ttft(len(units)))
 
-    def _count(self, costs: Sequence[float], now: int) -> int:
-        """Return how many units background requests get."""
+    def _of_one(self, snapshot: Snapshot, units: Sequence[Occupancy]) -> int:
+        """Return whether background requests get the only unit, as 0 or 1."""
+        (unit,) = units
+        if unit.people:
+            return 1  # few are there beside them
+        return int(self._account >= self._cost_of_wait(snapshot, units, unit.wait))
+
+    def _is_crowded(self, found: Sequence[float], usual: Sequence[float], now: int) -> bool:
+        """Return whether a request that comes now would lose far more than others usually do."""
+        last = min(now, len(found) - 1)
+        return now > 0 and found[last] > max(CROWDED, 2 * usual[last])
+
+    def _count(self, costs: Sequence[float], now: int, rate: float) -> int:
+        """Return how many units background requests get.
+
+        Args:
+            costs: what each number of them costs.
+            now: how many they have.
+            rate: people's requests per second.
+        """
         free = max(count for count, cost in enumerate(costs) if cost <= 1)
-        if self._account < 0:
-            self._account = 0.0
-            return free
-        lasts = [
-            count
-            for count, cost in enumerate(costs)
-            if self._account >= (cost - 1) * (HOLD_SECONDS if count > now else 0.0)
-        ]
-        return max(free, min(max(lasts, default=0), max(now, free) + 1))
+
+        def lasts(count: int) -> bool:
+            if count > now:
+                return self._account >= max(START, (costs[count] - 1) * rate * HOLD_SECONDS)
+            return self._account >= (-START if count <= free else 0.0)
+
+        most = min(len(costs) - 1, max(now, free) + 1)
+        return max((count for count in range(1, most + 1) if lasts(count)), default=0)
 
     def _choose(self, units: Sequence[Occupancy], count: int) -> None:
         """Keep the units that are chosen already, and add those that people use least."""

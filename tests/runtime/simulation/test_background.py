@@ -28,7 +28,7 @@ def test_a_batch_hardly_slows_people_down(rate: float) -> None:
     assert percentile_90(beside.tpot) < 1.05 * percentile_90(alone.tpot)
     assert beside.people_done > 0.95 * alone.people_done
     assert beside.batch_done > 2 * SECONDS
-    assert row(rate, alone, beside, SECONDS).count("|") == 6
+    assert row(f"{rate:g}", alone, beside, SECONDS).count("|") == 6
 
 
 def test_the_same_requests_would_slow_them_down_if_they_did_not_yield() -> None:
