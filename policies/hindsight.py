@@ -6,7 +6,7 @@ model does not know cancels out. A shadow begins with the requests that are on t
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, log, log1p
 from typing import NamedTuple
@@ -267,13 +267,22 @@ def surges(seen: Hindsight) -> bool:
         count = bisect_right(ages, window)
         before = len(ages) - count
         usual = before * window / max(window, span - window)
-        windows = Counter(int(ago / window) for ago in ages[count:]).values()
-        if before < SURGE_BEFORE or count < SURGE_FACTOR * max(windows):
+        if before < SURGE_BEFORE or count < SURGE_FACTOR * _most(ages[count:], window):
             continue
+        windows = Counter(int(ago / window) for ago in ages[count:]).values()
         clumps = max(1.0, sum(n * n for n in windows) / before - usual)
         if count * log(count / usual) - count + usual > SURGE_NATS * clumps:
             return True
     return False
+
+
+def _most(ages: Sequence[float], window: float) -> int:
+    """Return how many requests have come in one window at most, wherever it began.
+
+    Windows that begin at fixed times would count clumps of every three seconds one by one, where
+    those of the latest window are two.
+    """
+    return max(bisect_right(ages, ago + window) - first for first, ago in enumerate(ages))
 
 
 def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hindsight:

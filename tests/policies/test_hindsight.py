@@ -141,6 +141,12 @@ def test_a_clump_among_clumps_is_no_surge() -> None:
     assert surges(seen(*clumps[:-12], *[NOW - 0.01] * 100))
 
 
+def test_two_clumps_that_one_window_holds_are_no_surge() -> None:
+    """The latest window of 1.6 s has two of them, and so had others."""
+    clumps = [NOW - 0.01 - 1.5 * k for k in range(6, -1, -1) for _ in range(7)]
+    assert not surges(seen(*clumps, *[NOW - 0.01] * 4, *[NOW - 1.51] * 3))
+
+
 def test_where_nobody_knows_what_is_usual_nothing_is_a_surge() -> None:
     few = rate(SURGE_BEFORE / AGAIN_SECONDS, AGAIN_SECONDS)
     assert surges(after(few, 0.2, 140))
