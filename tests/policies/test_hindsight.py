@@ -12,8 +12,10 @@ from shoal.policies.hindsight import (
     HORIZONS,
     SURGE_BEFORE,
     SURGE_LENGTHS,
+    Future,
     Hindsight,
     _mirrored,
+    _repeated,
     foreseen,
     surges,
 )
@@ -77,6 +79,30 @@ def test_to_a_node_that_was_watched_for_short_they_come_to_and_fro() -> None:
     assert all(a <= b for a, b in pairwise(again))
 
 
+def test_what_has_happened_may_come_again_as_it_came() -> None:
+    def again(here: Hindsight) -> list[float]:
+        return [at - NOW for at, _ in _repeated(here)]
+
+    assert again(seen(NOW - 5, NOW - 2, NOW - 1)) == [5, 8, 9]
+    assert again(seen(NOW - 3, NOW - 1, began=NOW - 4)) == [1, 3, 5, 7, 9, 11]
+    assert len(again(seen(NOW, NOW, began=NOW))) == 2 * AGAIN_SECONDS
+
+
+def test_a_switch_must_pay_whether_what_happens_goes_on_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Perhaps many came at once, and no more of them will follow now."""
+    many = seen(*rate(6, 9, NOW - 1), *rate(60, 1))
+    whole = foreseen(many, SINGLES, 0.01, TERMS)
+    each = []
+    for future in hindsight.FUTURES:
+        monkeypatch.setattr(hindsight, "FUTURES", (future,))
+        each.append(foreseen(many, SINGLES, 0.01, TERMS))
+    goes_on, comes_again = each
+    assert comes_again < goes_on
+    assert whole == comes_again
+
+
 def test_a_burst_that_has_just_begun_is_no_average_of_the_last_seconds() -> None:
     """So the group is left in it, though it would bear the mean rate."""
     burst, quiet = rate(100, 0.5), rate(2, 9.5, NOW - 0.5)
@@ -94,6 +120,7 @@ def test_a_clump_is_not_a_burst_for_ever() -> None:
 def test_what_pays_for_a_time_must_pay_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A burst that is expected to go on for a second is left again, if stops are short."""
     here = seen(*rate(6, 9, NOW - 1), *rate(60, 1))
+    monkeypatch.setattr(hindsight, "FUTURES", (Future(),))
     stops = (0.01, 2.0)
     back = [foreseen(here, SINGLES, stop, TERMS) for stop in stops]
     monkeypatch.setattr(hindsight, "HORIZONS", HORIZONS[-1:])
@@ -171,9 +198,9 @@ def test_what_staying_costs_is_found_out_once_for_all_candidates(
     alone_each = [foreseen(surge, SINGLES, stop, TERMS, True) for stop in stops]
     shared = [foreseen(surge, SINGLES, stop, TERMS, True, stays) for stop in stops]
     assert shared == alone_each
-    assert stays.keys() == {length for _, length in SURGE_LENGTHS}
+    assert stays.keys() == {Future(length) for _, length in SURGE_LENGTHS}
     # It is really used: where staying takes no time, nothing is worth a switch.
-    none = {length: tuple((0.0, 0) for _ in HORIZONS) for length in stays}
+    none = {future: tuple((0.0, 0) for _ in HORIZONS) for future in stays}
     assert foreseen(surge, SINGLES, 0.02, TERMS, True, none) < 0 < shared[0]
     looks = []
     again = hindsight._again
