@@ -35,6 +35,7 @@ from shoal.policies.hindsight import (
     begin,
     follow,
     foreseen,
+    levelled,
     moved,
     raised,
     renewed,
@@ -278,9 +279,10 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
         memory = replace(memory, chances=chances, terms=terms, terms_at=snapshot.now)
     seen = memory.shadows
     if seen is not None:
-        seen = follow(seen, snapshot, News(memory.arrived, memory.placed, memory.ended), terms)
-        if here in dict(seen.trials):
-            seen = moved(seen, here, terms)
+        switched = here in dict(seen.trials)
+        news = News(memory.arrived, memory.placed, memory.ended)
+        seen = follow(moved(seen, here) if switched else seen, snapshot, news, terms)
+        seen = levelled(seen, terms) if switched else seen
     if seen is None or seen.here != here or dict(seen.trials).keys() != set(candidates):
         seen = begin(snapshot, candidates, terms)
     elapsed = max(0.0, snapshot.now - memory.at)

@@ -332,13 +332,24 @@ def raised(seen: Hindsight, by: Mapping[Partition, float]) -> Hindsight:
     return replace(seen, trials=trials)
 
 
-def moved(seen: Hindsight, to: Partition, terms: TermsOf) -> Hindsight:
-    """Return the shadows after a switch: nobody has saved anything beside the new partition."""
+def moved(seen: Hindsight, to: Partition) -> Hindsight:
+    """Return the shadows after a switch: that of the new partition is the current one.
+
+    What each has saved beside it is to be ``levelled``, but not before ``follow`` has told all
+    which requests are longer than was guessed. In the new current shadow some have ended that are
+    still on the node.
+    """
     shadows = {p: t.shadow for p, t in seen.trials} | {seen.here: seen.current}
     current = shadows.pop(to)
-    base = current.all_in_all(terms)
-    trials = tuple((p, Trial(s, s.all_in_all(terms) - base)) for p, s in shadows.items())
+    trials = tuple((p, Trial(shadow, 0.0)) for p, shadow in shadows.items())
     return replace(seen, here=to, current=current, trials=trials)
+
+
+def levelled(seen: Hindsight, terms: TermsOf) -> Hindsight:
+    """Return the shadows when nobody has saved anything beside the present partition."""
+    base = seen.current.all_in_all(terms)
+    trials = tuple((p, Trial(t.shadow, t.shadow.all_in_all(terms) - base)) for p, t in seen.trials)
+    return replace(seen, trials=trials)
 
 
 def on_node(snapshot: Snapshot) -> Present:

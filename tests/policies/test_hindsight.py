@@ -14,15 +14,22 @@ from shoal.policies.hindsight import (
     SURGE_LENGTHS,
     Future,
     Hindsight,
+    News,
+    Trial,
     _mirrored,
     _repeated,
+    follow,
     foreseen,
+    levelled,
+    moved,
+    saved,
     surges,
 )
 from shoal.policies.shadow import Job, Queue, Shadow, Terms
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout, alone
 from shoal.policies.values.pace import Pace
+from tests.policies.snapshots import snapshot, unit
 from tests.units import tp
 
 NOW = 100.0
@@ -207,3 +214,24 @@ def test_what_staying_costs_is_found_out_once_for_all_candidates(
     monkeypatch.setattr(hindsight, "_again", lambda *args: looks.append(args) or again(*args))
     foreseen(surge, SINGLES, 0.02, TERMS, True, stays)
     assert len(looks) == len(SURGE_LENGTHS), "only what leaving costs"
+
+
+def test_after_a_switch_nobody_has_saved_anything() -> None:
+    """In the new layout's shadow requests had ended by a guess that are still on the node."""
+    jobs = [Job(NOW - 1.2, 10, 10, 100, str(k)) for k in range(14)]
+    here = Shadow([Queue(GROUP[0].layout, NOW - 1.2)])
+    ahead = Shadow([Queue(one.layout, NOW - 1.2) for one in SINGLES])
+    for shadow in (here, ahead):
+        for job in jobs:
+            shadow.put(job, TERMS)
+        shadow.advance(NOW, TERMS)
+    assert len(ahead.guesses()) > len(here.guesses()), "they are faster with so many"
+    ahead.queues[0].put(Job(NOW, 10, 10, 1000, "long"))
+    before = Hindsight(NOW, GROUP, here, ((SINGLES, Trial(ahead, 0.0)),))
+    node = replace(snapshot(*(unit(one, requests=7) for one in SINGLES)), now=NOW)
+    news = News((), (), ())
+    told = follow(moved(before, SINGLES), node, news, TERMS)
+    assert not told.current.guesses()
+    assert saved(levelled(told, TERMS), TERMS) == {GROUP: pytest.approx(0.0)}
+    too_early = follow(levelled(moved(before, SINGLES), TERMS), node, news, TERMS)
+    assert abs(saved(too_early, TERMS)[GROUP]) > 0.1
