@@ -23,6 +23,7 @@ brought nothing. It returns to its true value within seconds.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from shoal.policies.flow import NEAR_SECONDS
 from shoal.policies.flying import FLYING
@@ -232,8 +233,8 @@ def _by_hindsight(
     if not near or early:
         return Plan(dispatches, memory=memory, verdicts=verdicts_of(accounts, memory.foreseen))
     stops = {c: forecast.whole_stop(c) for c in near}
-    stays = Staying()
-    ahead = {c: foreseen(seen, c, stop, terms, c in surge, stays) for c, stop in stops.items()}
+    look = partial(foreseen, seen, terms=terms, refill=forecast.refill(), stays=Staying())
+    ahead = {c: look(to=c, stop=stop, surge=c in surge) for c, stop in stops.items()}
     memory = replace(memory, looked=snapshot.now, foreseen=tuple(ahead.items()))
     worth = {c: brings - accounts[c].unpaid for c, brings in ahead.items()}
     best = max(worth, key=worth.__getitem__)
@@ -243,8 +244,8 @@ def _by_hindsight(
     memory = replace(memory, agreed=best if pays else None)
     if not (pays and sure):
         return Plan(dispatches, memory=memory, verdicts=verdicts)
-    stop = stops[best] * snapshot.requests
-    regrets = {c: regret + stop for c, regret in regrets.items()}
+    loss = forecast.loss(best, memory.usual)
+    regrets = {c: regret + loss for c, regret in regrets.items()}
     back = memory.wider is not None and memory.wider != wider
     chances = memory.chances.after_switch(snapshot.since_switch, back=back)
     memory = replace(memory, behind=tuple(regrets.items()), wider=wider, agreed=None)

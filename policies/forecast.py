@@ -162,11 +162,15 @@ class Forecast:
 
         It stops the requests, and the caches that it loses must be filled again.
         """
+        stop = self.whole_stop(candidate) * self._snapshot.requests
+        return stop + self.refill() * (1 + usual)
+
+    def refill(self) -> float:
+        """Return the seconds in which the node computes again what the caches lose in a switch."""
         snapshot = self._snapshot
-        stop = self.whole_stop(candidate) * snapshot.requests
         rate = snapshot.prompt_tokens / max(0.1, 1 - snapshot.hit_share) * snapshot.usual_rate
         token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
-        return stop + CACHE_SECONDS * snapshot.hit_share * rate * token * (1 + usual)
+        return CACHE_SECONDS * snapshot.hit_share * rate * token
 
     def has_room(self, candidate: Partition) -> bool:
         """Return whether the requests that a switch moves can take their KV along.

@@ -190,6 +190,7 @@ def foreseen(
     terms: TermsOf,
     surge: bool = False,
     stays: Staying | None = None,
+    refill: float = 0.0,
 ) -> float:
     """Return the seconds of requests that a switch now will save if the latest requests come again.
 
@@ -208,6 +209,8 @@ def foreseen(
             for how long.
         stays: what the look at another candidate has found out of the present layout. What this
             look finds out of it is added.
+        refill: seconds in which the node will compute again what its caches lose. They count as if
+            they came first: who comes later waits for them, too, while the node is busy.
     """
     known: Staying = {} if stays is None else stays
     # Until the switch stops them, units go on with the steps that they have begun.
@@ -215,6 +218,8 @@ def foreseen(
     until.advance(seen.at + stop, terms)
     begin = max(queue.clock for queue in until.queues)
     there = fork((unit.layout for unit in to), present(until), begin, terms)
+    for queue in there.queues:
+        queue.clock += refill
     so_far = until.spent(begin)
 
     def worth(future: Future) -> float:

@@ -110,6 +110,14 @@ def test_a_switch_must_pay_whether_what_happens_goes_on_or_not(
     assert whole == comes_again
 
 
+def test_a_switch_must_also_pay_for_what_caches_lose() -> None:
+    """All who come meanwhile wait for it, too."""
+    many = seen(*rate(40, 10))
+    worths = [foreseen(many, SINGLES, 0.02, TERMS, refill=seconds) for seconds in (0.0, 0.2, 5.0)]
+    assert worths[0] - worths[1] > 0.2 * 8, "each of ten seconds has many who wait"
+    assert worths[1] > worths[2]
+
+
 def test_a_burst_that_has_just_begun_is_no_average_of_the_last_seconds() -> None:
     """So the group is left in it, though it would bear the mean rate."""
     burst, quiet = rate(100, 0.5), rate(2, 9.5, NOW - 0.5)
