@@ -337,15 +337,15 @@ def raised(seen: Hindsight, by: Mapping[Partition, float]) -> Hindsight:
     return replace(seen, trials=trials)
 
 
-def moved(seen: Hindsight, to: Partition) -> Hindsight:
-    """Return the shadows after a switch: that of the new partition is the current one.
+def moved(seen: Hindsight, to: Partition, terms: TermsOf) -> Hindsight:
+    """Return the shadows after a switch, from which on the current one is of the new partition.
 
-    What each has saved beside it is to be ``levelled``, but not before ``follow`` has told all
-    which requests are longer than was guessed. In the new current shadow some have ended that are
-    still on the node.
+    It begins with the requests of the old one, because the node took them along: the shadow that
+    always had the new partition has other ones. What each has saved beside it is to be
+    ``levelled``, but not before ``follow`` has told all which requests are longer than was guessed.
     """
-    shadows = {p: t.shadow for p, t in seen.trials} | {seen.here: seen.current}
-    current = shadows.pop(to)
+    current = fork((unit.layout for unit in to), present(seen.current), seen.at, terms)
+    shadows = {p: t.shadow for p, t in seen.trials if p != to} | {seen.here: seen.current}
     trials = tuple((p, Trial(shadow, 0.0)) for p, shadow in shadows.items())
     return replace(seen, here=to, current=current, trials=trials)
 

@@ -224,8 +224,8 @@ def test_what_staying_costs_is_found_out_once_for_all_candidates(
     assert len(looks) == len(SURGE_LENGTHS), "only what leaving costs"
 
 
-def test_after_a_switch_nobody_has_saved_anything() -> None:
-    """In the new layout's shadow requests had ended by a guess that are still on the node."""
+def test_after_a_switch_the_node_has_the_requests_that_it_took_along() -> None:
+    """The shadow that always had the new layout has ended them, and nobody has saved anything."""
     jobs = [Job(NOW - 1.2, 10, 10, 100, str(k)) for k in range(14)]
     here = Shadow([Queue(GROUP[0].layout, NOW - 1.2)])
     ahead = Shadow([Queue(one.layout, NOW - 1.2) for one in SINGLES])
@@ -233,13 +233,12 @@ def test_after_a_switch_nobody_has_saved_anything() -> None:
         for job in jobs:
             shadow.put(job, TERMS)
         shadow.advance(NOW, TERMS)
-    assert len(ahead.guesses()) > len(here.guesses()), "they are faster with so many"
-    ahead.queues[0].put(Job(NOW, 10, 10, 1000, "long"))
+    assert (here.requests, ahead.requests) == (14, 0), "single engines are faster with so many"
     before = Hindsight(NOW, GROUP, here, ((SINGLES, Trial(ahead, 0.0)),))
+    now = moved(before, SINGLES, TERMS)
+    assert now.current.requests == 14
+    assert [queue.layout for queue in now.current.queues] == [one.layout for one in SINGLES]
+    assert dict(now.trials) == {GROUP: Trial(here, 0.0)}
     node = replace(snapshot(*(unit(one, requests=7) for one in SINGLES)), now=NOW)
-    news = News((), (), ())
-    told = follow(moved(before, SINGLES), node, news, TERMS)
-    assert not told.current.guesses()
+    told = follow(now, node, News((), (), ()), TERMS)
     assert saved(levelled(told, TERMS), TERMS) == {GROUP: pytest.approx(0.0)}
-    too_early = follow(levelled(moved(before, SINGLES), TERMS), node, news, TERMS)
-    assert abs(saved(too_early, TERMS)[GROUP]) > 0.1
