@@ -35,6 +35,7 @@ from shoal.policies.hindsight import (
     begin,
     follow,
     foreseen,
+    levelled,
     moved,
     raised,
     renewed,
@@ -231,8 +232,10 @@ def _by_hindsight(
     if not near or early:
         return Plan(dispatches, memory=memory, verdicts=verdicts_of(accounts, memory.foreseen))
     stops = {c: forecast.whole_stop(c) for c in near}
-    stays = Staying()
-    ahead = {c: foreseen(seen, c, stop, terms, c in surge, stays) for c, stop in stops.items()}
+    stays, refill = Staying(), forecast.refill()
+    ahead = {
+        c: foreseen(seen, c, stop, terms, c in surge, stays, refill) for c, stop in stops.items()
+    }
     memory = replace(memory, looked=snapshot.now, foreseen=tuple(ahead.items()))
     worth = {c: brings - accounts[c].unpaid for c, brings in ahead.items()}
     best = max(worth, key=worth.__getitem__)
@@ -242,8 +245,8 @@ def _by_hindsight(
     memory = replace(memory, agreed=best if pays else None)
     if not (pays and sure):
         return Plan(dispatches, memory=memory, verdicts=verdicts)
-    stop = stops[best] * snapshot.requests
-    regrets = {c: regret + stop for c, regret in regrets.items()}
+    loss = forecast.loss(best, memory.usual)
+    regrets = {c: regret + loss for c, regret in regrets.items()}
     back = memory.wider is not None and memory.wider != wider
     chances = memory.chances.after_switch(snapshot.since_switch, back=back)
     memory = replace(memory, behind=tuple(regrets.items()), wider=wider, agreed=None)
@@ -276,11 +279,9 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
         measured = terms_of(snapshot, model, every)
         terms = chances.terms(measured, present[0], snapshot.now, requests)
         memory = replace(memory, chances=chances, terms=terms, terms_at=snapshot.now)
-    seen = memory.shadows
+    seen, brings = memory.shadows, 0.0
     if seen is not None:
-        seen = follow(seen, snapshot, News(memory.arrived, memory.placed, memory.ended), terms)
-        if here in dict(seen.trials):
-            seen = moved(seen, here, terms)
+        seen, brings = _followed(seen, snapshot, memory, terms)
     if seen is None or seen.here != here or dict(seen.trials).keys() != set(candidates):
         seen = begin(snapshot, candidates, terms)
     elapsed = max(0.0, snapshot.now - memory.at)
@@ -297,8 +298,21 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
         ended=(),
         requests=kept * memory.requests + (1 - kept) * snapshot.requests,
         squares=kept * memory.squares + (1 - kept) * snapshot.requests**2,
-        behind=tuple((partition, regretted * seconds) for partition, seconds in memory.behind),
+        behind=tuple((p, regretted * (seconds - brings)) for p, seconds in memory.behind),
     )
+
+
+def _followed(
+    seen: Hindsight, snapshot: Snapshot, memory: Memory, terms: TermsOf
+) -> tuple[Hindsight, float]:
+    """Return the shadows as they are now, and what a switch brings the requests that it moved."""
+    here, news = snapshot.partition, News(memory.arrived, memory.placed, memory.ended)
+    if here not in dict(seen.trials):
+        return follow(seen, snapshot, news, terms), 0.0
+    now = moved(seen, here, terms)
+    stayed = seen.current.all_in_all(terms) - seen.current.spent(seen.at)
+    brings = stayed - now.current.all_in_all(terms)
+    return levelled(follow(now, snapshot, news, terms), terms), brings
 
 
 def _judged(

@@ -6,7 +6,7 @@ model does not know cancels out. A shadow begins with the requests that are on t
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, log, log1p
 from typing import NamedTuple
@@ -167,8 +167,20 @@ def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
     }
 
 
-Staying = dict[float, tuple[tuple[float, int], ...]]
-"""What ``_again`` says of the present layout, by ``length``."""
+class Future(NamedTuple):
+    """How the latest requests are taken to come again."""
+
+    length: float = 1.0
+    """What took a second takes so many seconds, in which so many times as many come."""
+    backwards: bool = True
+    """Whether the latest ones come first, or those of ``AGAIN_SECONDS`` ago."""
+
+
+FUTURES = (Future(), Future(backwards=False))
+"""What is happening goes on, or what has happened comes again. Nobody knows which: a burst of a
+second ago may last, and a clump of requests is over when it has come."""
+Staying = dict[Future, tuple[tuple[float, int], ...]]
+"""What ``_again`` says of the present layout."""
 
 
 def foreseen(
@@ -178,52 +190,62 @@ def foreseen(
     terms: TermsOf,
     surge: bool = False,
     stays: Staying | None = None,
+    refill: float = 0.0,
 ) -> float:
     """Return the seconds of requests that a switch now will save if the latest requests come again.
 
     A node that fills up, or a burst that has not ended, will have more requests than now, and the
-    layout that was best with few may not be best with many. What has lasted for a second is taken
-    to go on for another one, whatever the second is part of: the latest requests come again first.
-    If the switch pays only for a time, it is taken back after that, for the price of another stop.
+    layout that was best with few may not be best with many. What has lasted for a second may go on
+    for another one, whatever the second is part of. Or the next seconds are like the last ten were.
+    A switch must pay in both of these futures, and the worse one counts. If the switch pays only
+    for a time, it is taken back after that, for the price of another stop.
 
     Args:
         seen: the shadows.
         to: the partition to which the node would switch.
         stop: seconds for which the switch stops requests.
         terms: what units can do.
-        surge: whether the latest requests are a surge (``surges``), of which nobody knows how long
-            it will last.
+        surge: whether the latest requests are a surge (``surges``). It does go on, and nobody knows
+            for how long.
         stays: what the look at another candidate has found out of the present layout. What this
             look finds out of it is added.
+        refill: seconds in which the node will compute again what its caches lose. They count as if
+            they came first: who comes later waits for them, too, while the node is busy.
     """
-    stays = {} if stays is None else stays
+    known: Staying = {} if stays is None else stays
     # Until the switch stops them, units go on with the steps that they have begun.
     until = seen.current.copy()
     until.advance(seen.at + stop, terms)
     begin = max(queue.clock for queue in until.queues)
     there = fork((unit.layout for unit in to), present(until), begin, terms)
-    so_far, worth = until.spent(begin), 0.0
-    for probability, length in SURGE_LENGTHS if surge else ((1.0, 1.0),):
-        if length not in stays:
-            stays[length] = tuple(_again(seen, seen.current.copy(), terms, length))
-        goes = _again(seen, there.copy(), terms, length)
-        worth += probability * max(
+    for queue in there.queues:
+        queue.clock += refill
+    so_far = until.spent(begin)
+
+    def worth(future: Future) -> float:
+        if future not in known:
+            known[future] = tuple(_again(seen, seen.current.copy(), terms, future))
+        goes = _again(seen, there.copy(), terms, future)
+        return max(
             without - so_far - spent - (stop * back if horizon < HORIZONS[-1] else 0.0)
             for horizon, (without, _), (spent, back) in zip(
-                HORIZONS, stays[length], goes, strict=True
+                HORIZONS, known[future], goes, strict=True
             )
         )
-    return worth
+
+    if surge:
+        return sum(probability * worth(Future(length)) for probability, length in SURGE_LENGTHS)
+    return min(map(worth, FUTURES))
 
 
 def _again(
-    seen: Hindsight, shadow: Shadow, terms: TermsOf, length: float
+    seen: Hindsight, shadow: Shadow, terms: TermsOf, future: Future
 ) -> Iterator[tuple[float, int]]:
     """Yield the seconds that requests will have spent on all units, and how many are there.
 
     This is yielded for each of ``HORIZONS``, as if no other request came after it.
     """
-    coming = _mirrored(seen, length)
+    coming = _mirrored(seen, future.length) if future.backwards else _repeated(seen)
     at, job = next(coming, (inf, None))
     for horizon in HORIZONS:
         while job is not None and at < seen.at + horizon:
@@ -239,8 +261,7 @@ def _mirrored(seen: Hindsight, length: float = 1.0) -> Iterator[tuple[float, Job
     Of a node that was watched for less than that, the time before is not known. So they come to and
     fro. What took a second takes ``length`` seconds, in which so many times as many jobs come.
     """
-    span = min(AGAIN_SECONDS, max(LEAST_SECONDS, seen.at - seen.began))
-    due = 0.0
+    span, due = _span(seen), 0.0
     for k in range(ceil(AGAIN_SECONDS / span / length)):
         last = 0.0
         for job in seen.latest if k % 2 else reversed(seen.latest):
@@ -254,6 +275,19 @@ def _mirrored(seen: Hindsight, length: float = 1.0) -> Iterator[tuple[float, Job
             last = here
 
 
+def _repeated(seen: Hindsight) -> Iterator[tuple[float, Job]]:
+    """Yield when the latest jobs come again as they came, from the first one to the last."""
+    span = _span(seen)
+    for k in range(ceil(AGAIN_SECONDS / span)):
+        for job in seen.latest:
+            yield max(seen.at + k * span, job.start + (k + 1) * span), job
+
+
+def _span(seen: Hindsight) -> float:
+    """Return the seconds of which the latest jobs are."""
+    return min(AGAIN_SECONDS, max(LEAST_SECONDS, seen.at - seen.began))
+
+
 def surges(seen: Hindsight) -> bool:
     """Return whether requests suddenly come at a much higher rate, beyond doubt.
 
@@ -261,19 +295,28 @@ def surges(seen: Hindsight) -> bool:
     Where requests come in clumps, so many of them come at once that the ratio says less. So it is
     divided by the variance of their number in a window, as a multiple of its mean.
     """
-    span = min(AGAIN_SECONDS, max(LEAST_SECONDS, seen.at - seen.began))
+    span = _span(seen)
     ages = [max(0.0, seen.at - job.start) for job in reversed(seen.latest)]
     for window in SURGE_WINDOWS:
         count = bisect_right(ages, window)
         before = len(ages) - count
         usual = before * window / max(window, span - window)
-        windows = Counter(int(ago / window) for ago in ages[count:]).values()
-        if before < SURGE_BEFORE or count < SURGE_FACTOR * max(windows):
+        if before < SURGE_BEFORE or count < SURGE_FACTOR * _most(ages[count:], window):
             continue
+        windows = Counter(int(ago / window) for ago in ages[count:]).values()
         clumps = max(1.0, sum(n * n for n in windows) / before - usual)
         if count * log(count / usual) - count + usual > SURGE_NATS * clumps:
             return True
     return False
+
+
+def _most(ages: Sequence[float], window: float) -> int:
+    """Return how many requests have come in one window at most, wherever it began.
+
+    Windows that begin at fixed times would count clumps of every three seconds one by one, where
+    those of the latest window are two.
+    """
+    return max(bisect_right(ages, ago + window) - first for first, ago in enumerate(ages))
 
 
 def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hindsight:
@@ -295,12 +338,23 @@ def raised(seen: Hindsight, by: Mapping[Partition, float]) -> Hindsight:
 
 
 def moved(seen: Hindsight, to: Partition, terms: TermsOf) -> Hindsight:
-    """Return the shadows after a switch: nobody has saved anything beside the new partition."""
-    shadows = {p: t.shadow for p, t in seen.trials} | {seen.here: seen.current}
-    current = shadows.pop(to)
-    base = current.all_in_all(terms)
-    trials = tuple((p, Trial(s, s.all_in_all(terms) - base)) for p, s in shadows.items())
+    """Return the shadows after a switch, from which on the current one is of the new partition.
+
+    It begins with the requests of the old one, because the node took them along: the shadow that
+    always had the new partition has other ones. What each has saved beside it is to be
+    ``levelled``, but not before ``follow`` has told all which requests are longer than was guessed.
+    """
+    current = fork((unit.layout for unit in to), present(seen.current), seen.at, terms)
+    shadows = {p: t.shadow for p, t in seen.trials if p != to} | {seen.here: seen.current}
+    trials = tuple((p, Trial(shadow, 0.0)) for p, shadow in shadows.items())
     return replace(seen, here=to, current=current, trials=trials)
+
+
+def levelled(seen: Hindsight, terms: TermsOf) -> Hindsight:
+    """Return the shadows when nobody has saved anything beside the present partition."""
+    base = seen.current.all_in_all(terms)
+    trials = tuple((p, Trial(t.shadow, t.shadow.all_in_all(terms) - base)) for p, t in seen.trials)
+    return replace(seen, trials=trials)
 
 
 def on_node(snapshot: Snapshot) -> Present:

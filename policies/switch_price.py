@@ -22,7 +22,10 @@ noise of many grows as the root of their number: it is a second times that at mo
 NOISE_SECONDS = 0.5
 """The noise is at most so many seconds of each of the requests that are there."""
 FINE_SECONDS = 0.5
-"""The fine is at most so many seconds of each of the requests that are there."""
+"""What a candidate is behind the best layout counts as at most so many seconds of each of the
+requests that are there."""
+VAIN_SECONDS = 2.0
+"""The same for what switches have cost in vain: that says more of the next switch."""
 MOST_AHEAD = 0.75
 """Share of the price that may be paid by what is foreseen."""
 
@@ -86,8 +89,8 @@ def fine_of(regrets: Mapping[Partition, float], candidate: Partition, here: floa
         here: as many requests as were there lately.
     """
     lost = max(0.0, min(regrets.values()))
-    fine = lost + max(0.0, max(regrets.values()) - max(0.0, regrets[candidate]))
-    return min(fine, FINE_SECONDS * here)
+    distance = max(0.0, max(regrets.values()) - max(lost, regrets[candidate]))
+    return min(lost, VAIN_SECONDS * here) + min(distance, FINE_SECONDS * here)
 
 
 def verdicts_of(

@@ -19,8 +19,8 @@ OCTAVE = 4
 FEW = 5
 """Fewer measurements of a length count less."""
 KEPT = 0.99
-"""What a length's weight is multiplied by at each measurement of another length."""
-LEAST_WEIGHT = 0.1
+"""What a length's share is multiplied by at each measurement of another length."""
+LEAST_WEIGHT = 0.02
 """Least weight of a length that was measured often."""
 MAX_CORRECTION = 10.0
 """Upper bound of the factor of a correction; its inverse is the lower bound. So a single absurd
@@ -46,11 +46,17 @@ class Alike:
     samples: int = 1
     at: int = 0
     """How many steps the correction had seen when it saw the latest of these."""
+    share: float = 1 - KEPT
+    """Their share of the steps that were measured lately, then."""
+
+    def share_at(self, now: int) -> float:
+        """Return their share after so many steps of all lengths."""
+        return self.share * KEPT ** max(0, now - self.at)
 
     def weight(self, now: int) -> float:
         """Return how much they count after so many steps of all lengths."""
         often = min(1.0, self.samples / FEW)
-        return often * max(LEAST_WEIGHT, KEPT ** max(0, now - self.at))
+        return often * max(LEAST_WEIGHT, self.share_at(now))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,7 @@ class Correction:
                 old.missed + part * (missed - old.missed),
                 old.samples + 1,
                 samples,
+                old.share_at(samples) + 1 - KEPT,
             )
         return self._with((*rest, new), samples, self.error + weight * (error - self.error))
 
@@ -127,7 +134,14 @@ class Correction:
             pair = roofline, _bounded(seconds, roofline) - roofline
             missed[_length(roofline)].append(pair)
         alike = [
-            Alike(length, fmean(r for r, _ in pairs), fmean(m for _, m in pairs), FEW, samples)
+            Alike(
+                length,
+                fmean(roofline for roofline, _ in pairs),
+                fmean(more for _, more in pairs),
+                FEW,
+                samples,
+                1 / len(missed),
+            )
             for length, pairs in missed.items()
         ]
         new = self._with(tuple(alike), samples, 0.0)

@@ -12,15 +12,24 @@ from shoal.policies.hindsight import (
     HORIZONS,
     SURGE_BEFORE,
     SURGE_LENGTHS,
+    Future,
     Hindsight,
+    News,
+    Trial,
     _mirrored,
+    _repeated,
+    follow,
     foreseen,
+    levelled,
+    moved,
+    saved,
     surges,
 )
 from shoal.policies.shadow import Job, Queue, Shadow, Terms
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout, alone
 from shoal.policies.values.pace import Pace
+from tests.policies.snapshots import snapshot, unit
 from tests.units import tp
 
 NOW = 100.0
@@ -77,6 +86,38 @@ def test_to_a_node_that_was_watched_for_short_they_come_to_and_fro() -> None:
     assert all(a <= b for a, b in pairwise(again))
 
 
+def test_what_has_happened_may_come_again_as_it_came() -> None:
+    def again(here: Hindsight) -> list[float]:
+        return [at - NOW for at, _ in _repeated(here)]
+
+    assert again(seen(NOW - 5, NOW - 2, NOW - 1)) == [5, 8, 9]
+    assert again(seen(NOW - 3, NOW - 1, began=NOW - 4)) == [1, 3, 5, 7, 9, 11]
+    assert len(again(seen(NOW, NOW, began=NOW))) == 2 * AGAIN_SECONDS
+
+
+def test_a_switch_must_pay_whether_what_happens_goes_on_or_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Perhaps many came at once, and no more of them will follow now."""
+    many = seen(*rate(6, 9, NOW - 1), *rate(60, 1))
+    whole = foreseen(many, SINGLES, 0.01, TERMS)
+    each = []
+    for future in hindsight.FUTURES:
+        monkeypatch.setattr(hindsight, "FUTURES", (future,))
+        each.append(foreseen(many, SINGLES, 0.01, TERMS))
+    goes_on, comes_again = each
+    assert comes_again < goes_on
+    assert whole == comes_again
+
+
+def test_a_switch_must_also_pay_for_what_caches_lose() -> None:
+    """All who come meanwhile wait for it, too."""
+    many = seen(*rate(40, 10))
+    worths = [foreseen(many, SINGLES, 0.02, TERMS, refill=seconds) for seconds in (0.0, 0.2, 5.0)]
+    assert worths[0] - worths[1] > 0.2 * 8, "each of ten seconds has many who wait"
+    assert worths[1] > worths[2]
+
+
 def test_a_burst_that_has_just_begun_is_no_average_of_the_last_seconds() -> None:
     """So the group is left in it, though it would bear the mean rate."""
     burst, quiet = rate(100, 0.5), rate(2, 9.5, NOW - 0.5)
@@ -94,6 +135,7 @@ def test_a_clump_is_not_a_burst_for_ever() -> None:
 def test_what_pays_for_a_time_must_pay_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A burst that is expected to go on for a second is left again, if stops are short."""
     here = seen(*rate(6, 9, NOW - 1), *rate(60, 1))
+    monkeypatch.setattr(hindsight, "FUTURES", (Future(),))
     stops = (0.01, 2.0)
     back = [foreseen(here, SINGLES, stop, TERMS) for stop in stops]
     monkeypatch.setattr(hindsight, "HORIZONS", HORIZONS[-1:])
@@ -141,6 +183,12 @@ def test_a_clump_among_clumps_is_no_surge() -> None:
     assert surges(seen(*clumps[:-12], *[NOW - 0.01] * 100))
 
 
+def test_two_clumps_that_one_window_holds_are_no_surge() -> None:
+    """The latest window of 1.6 s has two of them, and so had others."""
+    clumps = [NOW - 0.01 - 1.5 * k for k in range(6, -1, -1) for _ in range(7)]
+    assert not surges(seen(*clumps, *[NOW - 0.01] * 4, *[NOW - 1.51] * 3))
+
+
 def test_where_nobody_knows_what_is_usual_nothing_is_a_surge() -> None:
     few = rate(SURGE_BEFORE / AGAIN_SECONDS, AGAIN_SECONDS)
     assert surges(after(few, 0.2, 140))
@@ -165,12 +213,32 @@ def test_what_staying_costs_is_found_out_once_for_all_candidates(
     alone_each = [foreseen(surge, SINGLES, stop, TERMS, True) for stop in stops]
     shared = [foreseen(surge, SINGLES, stop, TERMS, True, stays) for stop in stops]
     assert shared == alone_each
-    assert stays.keys() == {length for _, length in SURGE_LENGTHS}
+    assert stays.keys() == {Future(length) for _, length in SURGE_LENGTHS}
     # It is really used: where staying takes no time, nothing is worth a switch.
-    none = {length: tuple((0.0, 0) for _ in HORIZONS) for length in stays}
+    none = {future: tuple((0.0, 0) for _ in HORIZONS) for future in stays}
     assert foreseen(surge, SINGLES, 0.02, TERMS, True, none) < 0 < shared[0]
     looks = []
     again = hindsight._again
     monkeypatch.setattr(hindsight, "_again", lambda *args: looks.append(args) or again(*args))
     foreseen(surge, SINGLES, 0.02, TERMS, True, stays)
     assert len(looks) == len(SURGE_LENGTHS), "only what leaving costs"
+
+
+def test_after_a_switch_the_node_has_the_requests_that_it_took_along() -> None:
+    """The shadow that always had the new layout has ended them, and nobody has saved anything."""
+    jobs = [Job(NOW - 1.2, 10, 10, 100, str(k)) for k in range(14)]
+    here = Shadow([Queue(GROUP[0].layout, NOW - 1.2)])
+    ahead = Shadow([Queue(one.layout, NOW - 1.2) for one in SINGLES])
+    for shadow in (here, ahead):
+        for job in jobs:
+            shadow.put(job, TERMS)
+        shadow.advance(NOW, TERMS)
+    assert (here.requests, ahead.requests) == (14, 0), "single engines are faster with so many"
+    before = Hindsight(NOW, GROUP, here, ((SINGLES, Trial(ahead, 0.0)),))
+    now = moved(before, SINGLES, TERMS)
+    assert now.current.requests == 14
+    assert [queue.layout for queue in now.current.queues] == [one.layout for one in SINGLES]
+    assert dict(now.trials) == {GROUP: Trial(here, 0.0)}
+    node = replace(snapshot(*(unit(one, requests=7) for one in SINGLES)), now=NOW)
+    told = follow(now, node, News((), (), ()), TERMS)
+    assert saved(levelled(told, TERMS), TERMS) == {GROUP: pytest.approx(0.0)}

@@ -31,7 +31,10 @@ def test_the_fine_has_the_loss_of_switches_that_were_all_in_vain() -> None:
 
 
 def test_the_fine_is_bounded_by_what_is_at_hand() -> None:
-    assert fine_of({DP: 1e6, TP: 1e5}, TP, 4) == pytest.approx(2.0)
+    """What switches have cost in vain counts more than that another layout was better."""
+    assert fine_of({DP: 1e6, TP: -1.0}, TP, 4) == pytest.approx(2.0)
+    assert fine_of({DP: 1e6, TP: 1e5}, TP, 4) == pytest.approx(10.0)
+    assert fine_of({DP: 1e6, TP: 1e5}, DP, 4) == pytest.approx(8.0)
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,30 @@ def test_what_long_steps_miss_says_little_of_short_ones_that_were_measured(
     )
 
 
+def test_lengths_that_no_line_fits_are_right_where_most_steps_are() -> None:
+    """A host makes short steps as long as longer ones, so that three lengths are on no line."""
+    lengths = {1000: 2.0, 4000: 1.0, 16_000: 1.4}
+
+    def errors(common: int) -> dict[int, float]:
+        model = MODEL
+        for tokens in [*lengths, *[common] * 17] * 20:
+            truth = lengths[tokens] * MODEL.roofline_seconds(DP, batch(tokens))
+            model = model.observe(DP, batch(tokens), truth)
+        return {
+            tokens: abs(
+                model.step_seconds(DP, batch(tokens))
+                / (part * MODEL.roofline_seconds(DP, batch(tokens)))
+                - 1
+            )
+            for tokens, part in lengths.items()
+        }
+
+    for common in lengths:
+        found = errors(common)
+        assert found[common] < 0.05
+        assert max(found.values()) > 0.1, "a line would fit all three"
+
+
 def test_more_work_takes_no_less_time_whatever_was_measured() -> None:
     model = MODEL
     for tokens, seconds in [(4000, 0.05), (8000, 0.005)] * 10:
@@ -286,7 +310,7 @@ def worst_error(model: CostModel) -> float:
 def test_no_line_fits_steps_with_prompts_and_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worst_error(MODEL) < 0.05
     monkeypatch.setattr(Batch, "kind", StepKind.DECODE)
-    assert worst_error(MODEL) > 0.2
+    assert worst_error(MODEL) > 0.15
 
 
 def test_the_error_is_of_predictions_before_they_were_corrected() -> None:
