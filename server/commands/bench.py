@@ -19,6 +19,10 @@ BENCHMARKS = {
         "shoal.loadgen.bench.traffic",
         "stock vLLM's DP and TP, and Shoal, with their own defaults, on any traffic",
     ),
+    "sharing": (
+        "shoal.loadgen.bench.sharing",
+        "engines that share weights, and groups of them, by batch size; also projected",
+    ),
     "overload": (
         "shoal.loadgen.bench.overload",
         "a node that is asked for many times what it can do",

@@ -5,13 +5,12 @@ member of a TP group quantises its share with a scale of its own, so a group's t
 group whose engines have whole weights.
 """
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shoal.policies.values.layouts import alone
+from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import singles
 from shoal.runtime.protocol.messages import Mode
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
@@ -28,7 +27,6 @@ PROMPTS = random_prompts((5, 17, 31, 33, 64, 90, 130, 12), seed=21)
 PAIR, QUARTET = tp(0, 1), tp(0, 1, 2, 3)
 TOKENS = 24
 OPTIONS = {"dtype": "float32", "max_sp": 2}
-_seeds = itertools.count(500)
 Tokens = list[list[int]]
 
 
@@ -59,7 +57,7 @@ def node(request: pytest.FixtureRequest, model: Path) -> Iterator[RealNode]:
         yield node
 
 
-def in_group(node: RealNode, group: object) -> Tokens:
+def in_group(node: RealNode, group: Unit) -> Tokens:
     node.switch()
     with node.bound(group):
         return node.generate(group, PROMPTS, TOKENS)
@@ -126,10 +124,9 @@ def test_weights_of_another_layer_or_member_change_the_tokens(
     if unit.is_group and node.config.share_weights == ENGINES:
         pytest.skip("no layout has more members than share weights")
     found = []
-    prompts = random_prompts((5, 33, 100), next(_seeds))
+    prompts = random_prompts((5, 9, 12, 7), seed=500)  # of no whole block, so none is cached
     for damaged in (False, True):
         node.switch()
-        node.reset_prefix_caches()
         for engine in unit.engines:
             node.probe(engine, damage, damaged)
         if unit.is_group:
