@@ -172,8 +172,8 @@ class SlotFp8(SplitFp8):
         rows = whole.shape[0] // parts
         layer.pieces = nn.ModuleList()
         for some in ranges:
-            if some.count:
-                stored = whole.narrow(0, some.first * rows, some.count * rows)
+            if some.size:
+                stored = whole.narrow(0, some.first * rows, some.size * rows)
                 kept = weight.kept if some == (own, 1) else stored
                 assert kept is not None
                 layer.pieces.append(_piece(layer, weight, kept, some))
@@ -193,9 +193,9 @@ class SlotFp8(SplitFp8):
         parts: PartRange,
     ) -> None:
         """See ``SlotMethod.stream``."""
-        if weight.kind == GATE_UP or parts.count == 1:
+        if weight.kind == GATE_UP or parts.size == 1:
             return  # it is one packed matrix, of which the layer has a view
-        rows = stored.shape[0] // parts.count
+        rows = stored.shape[0] // parts.size
         pieces = (
             _piece(layer, weight, some, PartRange(parts.first + number, 1), parts.first)
             for number, some in enumerate(stored.split(rows))
@@ -242,7 +242,7 @@ def _part(
     part.output_size, part.input_size = tensor.shape
     whole = layer.output_size if weight.kind == GATE_UP else layer.input_size
     size = whole // weight.degree.parts
-    begin, length = parts.first * size, parts.count * size
+    begin, length = parts.first * size, parts.size * size
     with named(layer.quant_method.name):
         for key, parameter in layer._parameters.items():
             value = parameter

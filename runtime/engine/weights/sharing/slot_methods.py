@@ -17,7 +17,7 @@ class PartRange(NamedTuple):
 
     first: int
     """The first one, counted in the whole weight."""
-    count: int
+    size: int
 
 
 class SlotMethod(Protocol):

@@ -1,6 +1,7 @@
 """FP8 MLPs of which engines keep a part each: bytes and outputs beside those of the whole model."""
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import vllm.model_executor.kernels.linear as linear_kernels
 from torch import nn
 from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
 from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import PlatformEnum
 
 from shoal.policies.values.layouts import Layout
@@ -27,6 +29,7 @@ from tests.runtime.engine.fp8_formats import (
     ReferenceBlockKernel,
     Tensors,
     checkpoint,
+    compressed_tensors,
     load_part,
     on_cpus,
     pick_for_blocks,
@@ -241,6 +244,43 @@ def test_parts_in_the_order_of_ranks_change_what_is_computed(
         assert_right(engines, {4: expected[4]})
 
 
+def test_a_model_may_have_mlps_that_are_not_quantised_between_others(tmp_path: Path) -> None:
+    def some() -> QuantizationConfig:
+        config = compressed_tensors("channel")
+        config.ignore = [f"mlps.1.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        return config
+
+    given = weights("compressed-tensors per channel")._replace(inner=some)
+    whole, engines = given.whole(), node(tmp_path, 2, weights=given)
+    expected = given.outputs(whole)
+    assert not hasattr(engines[0].dp.mlps[1].down_proj, "pieces")
+    for change in (lambda: None, engines[0].be_whole, engines[0].mlps.be_shared):
+        change()
+        for one, other in zip(engines[0].outputs(1), expected, strict=True):
+            most = 0.02 * float(other.abs().max())
+            torch.testing.assert_close(one, other, rtol=0.02, atol=most)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_weights_may_be_made_up(tmp_path: Path, name: str) -> None:
+    def nothing(model: Model) -> None:
+        for mlp in model.mlps:
+            for layer in (mlp.gate_up_proj, mlp.down_proj):
+                for key, parameter in layer.named_parameters():
+                    if "scale" in key:
+                        parameter.data.fill_(0.01)
+                layer.quant_method.process_weights_after_loading(layer)
+
+    given = Weights(SIZES, nothing, FORMATS[name])
+    engines = [SharingEngine(tmp_path, number, 2, weights=given) for number in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda engine: engine.mlps.complete(engine.dp, dummy=True), engines))
+    engine = engines[0]
+    engine.mlps.stream_in(engine.dp, Layout())
+    assert all(output.isfinite().all() for output in engine.outputs(1))
+    engine.be_whole()
+
+
 # --- changes and restarts ---
 
 
@@ -256,7 +296,7 @@ def test_a_copy_that_differs_is_refused_by_name(
         return fetched
 
     monkeypatch.setattr(Filling, "_fetch_rest", damaged)
-    with pytest.raises(ValueError, match=r"the copy of mlps.1.down_proj differs from what"):
+    with pytest.raises(ValueError, match=r"mlps.1.down_proj has another checksum"):
         engine.be_whole()
 
 
