@@ -2,8 +2,8 @@
 
 DP and steps by sequence quantise activations as stock does, but sum products in another order. So a
 value of an activation may be rounded up instead of down, which in FP8 is 6 % of it, and one answer
-may then be another one. A member of a TP group quantises its share with a scale of its own, so a group's
-tokens are those of a group whose engines have whole weights, all of them.
+may then be another one. A member of a TP group quantises its share with a scale of its own, so a
+group's tokens are those of a group whose engines have whole weights, all of them.
 """
 
 from collections.abc import Iterator
