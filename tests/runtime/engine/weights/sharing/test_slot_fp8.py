@@ -170,6 +170,23 @@ def test_all_layouts_compute_what_they_do_with_whole_weights(
     assert_right(engines, expected)
 
 
+@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize("name", LOADED)
+def test_pieces_add_up_to_what_the_whole_layer_computes(
+    tmp_path: Path, name: str, share: int
+) -> None:
+    """Of the same input, outputs of ``gate_up_proj`` are equal, and sums as far as they can be."""
+    whole, engines = weights(name).whole(), node(tmp_path, share, weights=weights(name))
+    draw = torch.Generator().manual_seed(8)
+    x, inner = (torch.randn(7, n, generator=draw, dtype=torch.float32).bfloat16() for n in SIZES)
+    for engine in engines[:share]:
+        for number, (mlp, expected) in enumerate(zip(engine.dp.mlps, whole.mlps, strict=True)):
+            engine.slots.use(1, number)
+            assert torch.equal(mlp.gate_up_proj(x)[0], expected.gate_up_proj(x)[0])
+            one, other = mlp.down_proj(inner)[0], expected.down_proj(inner)[0]
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=float(other.std()) / 50)
+
+
 @pytest.fixture
 def packed(cpu: pytest.MonkeyPatch) -> None:
     """vLLM picks a kernel that takes every weight for packed, as CUTLASS does."""
