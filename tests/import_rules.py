@@ -143,6 +143,8 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.weights.sharing.shared_mlps",
         "shoal.runtime.engine.weights.sharing.shared_store",
         "shoal.runtime.engine.weights.sharing.shared_weight",
+        "shoal.runtime.engine.weights.sharing.slot_fp8",
+        "shoal.runtime.engine.weights.sharing.slot_methods",
         "shoal.runtime.engine.weights.sharing.slots",
         "shoal.runtime.engine.weights.sharing.split_linear",
         "shoal.runtime.engine.weights.sharing.stream_copier",

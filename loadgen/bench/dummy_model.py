@@ -11,6 +11,8 @@ from shoal.server.errors import UserError
 _SHAPES = Path(__file__).parent / "shapes"
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FP8_BYTES = 1
+FP8_KINDS = ("tensor", "channel", "block")
+"""What a scale of an FP8 weight may be for."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How the families' configurations name the number of experts."""
 _SPECIAL_TOKENS = ("<s>", "</s>")
@@ -61,6 +63,32 @@ def write_model(directory: Path, config: dict[str, Any]) -> None:
     bos, eos = _SPECIAL_TOKENS
     names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
     (directory / "tokenizer_config.json").write_text(json.dumps(names) + "\n")
+
+
+def in_fp8(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return a ``config.json`` of the same model as a checkpoint in FP8.
+
+    Args:
+        config: of the model.
+        kind: one of ``FP8_KINDS``: what each scale of a weight is for.
+    """
+    found: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    if kind == "block":
+        found["weight_block_size"] = [128, 128]
+    if kind == "channel":
+        numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**numbers, "strategy": "channel"},
+            "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+        }
+        found = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "ignore": ["lm_head"],
+            "config_groups": {"all": group},
+        }
+    return {**config, "quantization_config": found}
 
 
 def has_experts(config: dict[str, Any]) -> bool:

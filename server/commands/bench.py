@@ -23,6 +23,10 @@ BENCHMARKS = {
         "shoal.loadgen.bench.batch_beside_people",
         "people's latencies without a batch and with one beside them",
     ),
+    "sharing": (
+        "shoal.loadgen.bench.sharing",
+        "engines that share weights, and groups of them, by batch size; also projected",
+    ),
     "overload": (
         "shoal.loadgen.bench.overload",
         "a node that is asked for many times what it can do",

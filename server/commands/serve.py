@@ -316,7 +316,7 @@ def _settle(args: Namespace, vllm_config: Any, max_group: int, *, on_gpus: bool)
     check_images_and_layouts(args, vllm_config)
     groups = max(max_group, args.share_weights)
     check_shared_model(args.share_weights, vllm_config, groups)
-    check_repacked(vllm_config, max_group, args.max_sp, args.max_pp)
+    check_repacked(vllm_config, max_group, args.max_sp, args.max_pp, args.share_weights)
 
 
 def _fake_settings(args: Namespace, vllm_config: Any) -> FakeSettings | None:

@@ -11,6 +11,9 @@ from shoal.server.options.promise_options import shape_of
 LOADED_BY_NAME = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
 """vLLM's load formats that hand out a checkpoint's tensors one by one, by the names of layers."""
 
+LOADED_IN_FP8 = ("fp8", "compressed-tensors")
+"""vLLM's names of quantisations of checkpoints whose weights engines can share. What vLLM quantises
+as it loads it needs whole weights."""
 
 AUTO = "auto"
 """With this value of ``--share-weights``, ``automatic_share`` chooses."""
@@ -82,7 +85,7 @@ def automatic_share(config: Any, engines: int, room: float) -> int:
         UserError: they fit at no number.
     """
     model = config.model_config
-    cannot = model.quantization is not None or model.is_moe or model.use_mla
+    cannot = not _is_known(config) or model.is_moe or model.use_mla
     if cannot or not room:
         return 1
     try:
@@ -99,6 +102,23 @@ def automatic_share(config: Any, engines: int, room: float) -> int:
         f"with --share-weights {counts[-1]} each engine keeps {least:.0f} GB, and a GPU has room "
         f"for {MOST_FOR_WEIGHTS * room / 1e9:.0f} GB"
     )
+
+
+def _is_known(config: Any) -> bool:
+    """Return whether engines can share weights that are quantised as a model's are, if at all.
+
+    Args:
+        config: vLLM's ``VllmConfig``.
+    """
+    quantisation = config.model_config.quantization
+    if quantisation is None:
+        return True
+    found = config.quant_config
+    is_loaded = (
+        getattr(found, "is_checkpoint_fp8_serialized", True)
+        and getattr(found, "online_quantization_config", None) is None
+    )
+    return quantisation in LOADED_IN_FP8 and is_loaded
 
 
 def check_share(share: int | str, engines: int) -> None:
@@ -132,13 +152,20 @@ def check_shared_model(share: int, config: Any, groups: int) -> None:
         return
     model, load_format = config.model_config, config.load_config.load_format
     size = getattr(model.hf_text_config, "intermediate_size", 0)
+    block, _ = getattr(config.quant_config, "weight_block_size", None) or (1, 1)
     problems = {
         f"{model.model} has experts": model.is_moe,
         f"{model.model} has latent attention (MLA)": model.use_mla,
-        f"{model.model} is quantised ({model.quantization})": model.quantization is not None,
+        f"{model.model} is quantised ({model.quantization}), and not by its checkpoint in FP8": (
+            not _is_known(config)
+        ),
         f"{model.model} names no size of its MLPs": not isinstance(size, int) or not size,
         f"the MLPs of {model.model} have {size} inner units, which make no {groups} equal parts": (
             isinstance(size, int) and size % groups != 0
+        ),
+        f"the scales of blocks of {block} inner units of {model.model} have {size} of them, which "
+        f"make no {groups} equal parts": (
+            isinstance(size, int) and size % groups == 0 and size % (groups * block) != 0
         ),
         f"--load-format {load_format} is not supported": load_format not in LOADED_BY_NAME,
     }

@@ -144,7 +144,7 @@ def check_kv_groups(config: Any) -> None:
         )
 
 
-def check_repacked(config: Any, max_group: int, max_sp: int, max_pp: int) -> None:
+def check_repacked(config: Any, max_group: int, max_sp: int, max_pp: int, share: int = 1) -> None:
     """Refuse what a model does not go with if each layout loads its own shard of it.
 
     Args:
@@ -152,11 +152,12 @@ def check_repacked(config: Any, max_group: int, max_sp: int, max_pp: int) -> Non
         max_group: most engines of a group.
         max_sp: largest degree of SP.
         max_pp: most stages of a group.
+        share: how many engines share weights.
 
     Raises:
         UserError: vLLM repacks the model's weights, and a group would have stages, or members whose
             heads are in another order than their ranks (``head_order.head_shard``), or the
-            checkpoint could not be read again.
+            checkpoint could not be read again, or engines would share weights.
     """
     model, load_format = config.model_config, config.load_config.load_format
     if not repacks(config):
@@ -165,6 +166,7 @@ def check_repacked(config: Any, max_group: int, max_sp: int, max_pp: int) -> Non
         f"--max-pp {max_pp}": max_pp > 1,
         f"--max-sp {max_sp} with groups of {max_group}": 1 < max_sp < max_group,
         f"--load-format {load_format}": load_format not in LOADED_BY_NAME,
+        f"--share-weights {share}": share > 1,
     }
     for problem, holds in problems.items():
         if holds:

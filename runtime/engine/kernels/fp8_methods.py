@@ -109,7 +109,7 @@ class PartitionedFp8(ViewedFp8):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the output, ``[tokens, outputs of this rank]``, of an input quantised once."""
-        data, scale, shape = _quantised(layer, x)
+        data, scale, shape = quantised_input(layer, x)
         output = partitioned_linear.linear(data, *_ranges(layer, bias), x_scale=scale)
         return output.view(*shape[:-1], output.shape[-1])
 
@@ -134,7 +134,7 @@ def _parts(layer: nn.Module) -> Sequence[nn.Module]:
     return layer.parts if hasattr(layer, "parts") else [layer]
 
 
-def _quantised(layer: nn.Module, x: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
+def quantised_input(layer: nn.Module, x: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
     """Return an input in FP8, ``[tokens, inputs]``, its scales and its shape.
 
     Does as ``apply_weights`` of ``FP8ScaledMMLinearKernel`` and ``Fp8BlockScaledMMLinearKernel``.
@@ -149,6 +149,41 @@ def _quantised(layer: nn.Module, x: Any) -> tuple[torch.Tensor, torch.Tensor, to
         return data, prepared.scale, prepared.orig_shape
     scale = _parts(layer)[0].input_scale
     return *kernel.quant_fp8(x.view(-1, x.shape[-1]), scale, None), x.shape
+
+
+def multiply(
+    part: nn.Module, data: torch.Tensor, scale: torch.Tensor, shape: torch.Size
+) -> torch.Tensor:
+    """Return what vLLM's kernel makes of inputs that are quantised: ``[..., outputs of the part]``.
+
+    Args:
+        part: has tensors as a processed layer has them, packed, and its ``piece_kernel``.
+        data: FP8, ``[tokens, inputs of the part]``, packed.
+        scale: of the inputs.
+        shape: of the inputs before they were quantised; all but the last dimension counts.
+    """
+    kernel, out_dtype = part.kernel, part.kernel.config.out_dtype
+    if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
+        block_scale = FP8BlockParams.from_layer(part).block_scale
+        output = kernel.apply_block_scaled_mm(A=data, B=part.weight, As=scale, Bs=block_scale)
+        return output.to(out_dtype).view(*shape[:-1], output.shape[-1])
+    output_shape = [*shape[:-1], part.weight.shape[1]]
+    return kernel.apply_scaled_mm(
+        A=data,
+        B=part.weight,
+        out_dtype=out_dtype,
+        As=scale,
+        Bs=part.weight_scale,
+        bias=None,
+        output_shape=output_shape,
+    )
+
+
+def piece_kernel(kernel: Any, part: nn.Module) -> Any:
+    """Return a kernel for a part of the layer that vLLM has chosen ``kernel`` for."""
+    own = copy.copy(quantising_kernel(kernel))
+    _note_loaded(own, part)
+    return own
 
 
 def _ranges(layer: nn.Module, bias: torch.Tensor | None) -> Ranges:

@@ -22,15 +22,17 @@ class SharedWeights(QuantizationConfig):  # type: ignore[misc]
             not about this layout.
 
     Attributes:
-        shared: returns, by a layer and its name, the method of a layer of which this engine keeps
-            a part only, and None for other layers.
+        shared: returns, by a layer, its name, and the method that vLLM would take, the method of a
+            layer of which this engine keeps a part only, and None for other layers.
     """
 
     def __init__(self, *, views: bool, inner: QuantizationConfig | None = None) -> None:
         self._inner = inner
         super().__init__()
         self._views = views
-        self.shared: Callable[[nn.Module, str], QuantizeMethodBase | None] = lambda *_: None
+        self.shared: Callable[
+            [nn.Module, str, QuantizeMethodBase | None], QuantizeMethodBase | None
+        ] = lambda *_: None
 
     @property
     def packed_modules_mapping(self) -> dict[str, list[str]]:
@@ -68,10 +70,10 @@ class SharedWeights(QuantizationConfig):  # type: ignore[misc]
         Raises:
             UnviewableWeights: the checkpoint's quantisation of the layer is not supported.
         """
-        if (method := self.shared(layer, prefix)) is not None:
-            return method
         rule = rule_of(layer)
         stock = rule.stock_method(self._inner, layer, prefix)
+        if (method := self.shared(layer, prefix, stock)) is not None:
+            return method
         return rule.quant_method(layer, stock, prefix, views=self._views)
 
     def get_name(self) -> str:

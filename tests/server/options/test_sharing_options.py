@@ -16,14 +16,28 @@ from shoal.server.options.sharing_options import (
 )
 
 
-def config(load_format: str = "auto", size: int = 512, **model: Any) -> SimpleNamespace:
-    """Return what the check reads of a ``VllmConfig``."""
+def config(
+    load_format: str = "auto", size: int = 512, found: Any = None, **model: Any
+) -> SimpleNamespace:
+    """Return what the check reads of a ``VllmConfig``; ``found`` is its quantisation's."""
     known = {"model": "m", "is_moe": False, "use_mla": False, "quantization": None}
     text = SimpleNamespace(intermediate_size=size) if size else SimpleNamespace()
     return SimpleNamespace(
         model_config=SimpleNamespace(**known | model, hf_text_config=text),
         load_config=SimpleNamespace(load_format=load_format),
+        quant_config=found,
     )
+
+
+def fp8(*, is_loaded: bool = True, block: int = 0) -> SimpleNamespace:
+    """Return what is read of vLLM's ``Fp8Config``."""
+    size = [block, block] if block else None
+    return SimpleNamespace(is_checkpoint_fp8_serialized=is_loaded, weight_block_size=size)
+
+
+TENSORS = SimpleNamespace(online_quantization_config=None)
+"""What is read of vLLM's ``CompressedTensorsConfig``."""
+AGAIN = SimpleNamespace(online_quantization_config="fp8_per_tensor")
 
 
 def test_engines_share_nothing_unless_asked_for() -> None:
@@ -74,7 +88,9 @@ class Model:
 def chosen(gigabytes: int, engines: int, share: int | str = AUTO, **args: Any) -> int | str:
     """Return what becomes of an option on GPUs with so much memory."""
     cache = SimpleNamespace(cache_dtype="auto", gpu_memory_utilization=0.9)
-    config = SimpleNamespace(model_config=args.pop("model", Model()), cache_config=cache)
+    found = args.pop("found", None)
+    model = args.pop("model", Model())
+    config = SimpleNamespace(model_config=model, cache_config=cache, quant_config=found)
     given = Namespace(**{"share_weights": share, "max_pp": 1} | args)
     settle_share(given, config, engines, gigabytes * 10**9)
     return given.share_weights
@@ -103,7 +119,14 @@ def test_weights_that_fit_nowhere_are_refused_with_their_size() -> None:
 def test_models_that_cannot_be_shared_are_not() -> None:
     quantised = Model()
     quantised.quantization = "fp8"
-    assert chosen(80, 4, model=quantised) == 1
+    assert chosen(80, 4, model=quantised, found=fp8(is_loaded=False)) == 1
+
+
+def test_weights_in_fp8_need_half_the_memory() -> None:
+    quantised = Model()
+    quantised.quantization = "fp8"
+    assert chosen(80, 4, model=quantised, found=fp8()) == 2
+    assert chosen(150, 4, model=quantised, found=fp8()) == 1
 
 
 def test_there_are_as_many_engines_as_share() -> None:
@@ -118,7 +141,15 @@ def test_there_are_as_many_engines_as_share() -> None:
     [
         (config(is_moe=True), 2, "m has experts"),
         (config(use_mla=True), 2, r"m has latent attention \(MLA\)"),
-        (config(quantization="fp8"), 2, r"m is quantised \(fp8\)"),
+        (config(quantization="gptq"), 2, r"m is quantised \(gptq\), and not by its .* in FP8"),
+        (config(quantization="fp8_per_block"), 2, r"m is quantised \(fp8_per_block\), and not .*"),
+        (config(quantization="fp8", found=fp8(is_loaded=False)), 2, r"m is quantised \(fp8\), .*"),
+        (config(quantization="compressed-tensors", found=AGAIN), 2, r"m is quantised \(comp.*"),
+        (
+            config(quantization="fp8", found=fp8(block=128)),
+            8,
+            "the scales of blocks of 128 inner units of m have 512 .*, which make no 8 equal parts",
+        ),
         (config(size=0), 2, "m names no size of its MLPs"),
         (config(size=10), 4, "have 10 inner units, which make no 4 equal parts"),
         (config("tensorizer"), 2, "--load-format tensorizer is not supported"),
@@ -130,5 +161,14 @@ def test_what_cannot_be_shared_is_refused_by_name(refused: Any, groups: int, why
     check_shared_model(1, refused, groups)
 
 
-def test_dense_models_are_shared() -> None:
-    check_shared_model(4, config(), 8)
+@pytest.mark.parametrize(
+    "shared",
+    [
+        config(),
+        config(quantization="fp8", found=fp8()),
+        config(quantization="fp8", found=fp8(block=128), size=1024),
+        config(quantization="compressed-tensors", found=TENSORS),
+    ],
+)
+def test_dense_models_are_shared(shared: Any) -> None:
+    check_shared_model(4, shared, 8)

@@ -104,12 +104,14 @@ class GatedMlpRule(ShardRule):
         projection = full.module.gate_up_proj
         if owns_weights(projection) or projection.disable_tp:  # no member has a part of it
             return
-        if not getattr(projection, "shoal_grouped", False):  # else they were loaded in groups
-            with named(f"{full.name}.gate_up_proj"):
-                for key, axes in format_of(projection).axes(projection).items():
-                    if axes.outputs is not None and projection._parameters.get(key) is not None:
-                        tensor = full.tensor(f"gate_up_proj.{key}")
-                        regroup(tensor.data.movedim(axes.outputs, 0), groups)
+        in_groups = {"weight"} if getattr(projection, "shoal_grouped", False) else set()
+        with named(f"{full.name}.gate_up_proj"):
+            for key, axes in format_of(projection).axes(projection).items():
+                if key in in_groups:  # as it was loaded
+                    continue
+                if axes.outputs is not None and projection._parameters.get(key) is not None:
+                    tensor = full.tensor(f"gate_up_proj.{key}")
+                    regroup(tensor.data.movedim(axes.outputs, 0), groups)
         full.module.act_fn = GroupedActivation(full.module.act_fn, groups)
         projection.shoal_grouped = True
 

@@ -25,7 +25,7 @@ from shoal.runtime.clock import Clock
 from shoal.runtime.engine.weights.rules.fused import GroupedActivation
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
-from shoal.runtime.engine.weights.rules.unquantised import PlainLinear
+from shoal.runtime.engine.weights.rules.unquantised import STOCK
 from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
 from shoal.runtime.engine.weights.sharing.filling import Filled, Part, rehearse
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard, sources
@@ -38,54 +38,15 @@ from shoal.runtime.engine.weights.sharing.shared_weight import (
     Degree,
     SharedWeight,
 )
+from shoal.runtime.engine.weights.sharing.slot_fp8 import SlotFp8, slot_fp8
+from shoal.runtime.engine.weights.sharing.slot_methods import PartRange, SlotLinear, SlotMethod
 from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots, stream_by, use_weights
-from shoal.runtime.engine.weights.sharing.split_linear import INPUTS, OUTPUTS, split_linear
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
 PEER_SECONDS = 1800.0
 """How long engines wait for each other's part of the weights: for the slowest disk."""
 POLL_SECONDS = 0.05
 """Time between two looks for the part of a peer that is still loading."""
-
-
-class SlotLinear(PlainLinear):
-    """The method of the DP model's shared layers, whose weights are slots.
-
-    Args:
-        mlps: makes the weight.
-        name: of the layer.
-    """
-
-    def __init__(self, mlps: "SharedMlps", name: str) -> None:
-        super().__init__(meta=False)
-        self._mlps, self._name = mlps, name
-
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **_: Any,
-    ) -> None:
-        """Let the weight be a slot, and let what is loaded for it go to this engine's part."""
-        shape = (sum(output_partition_sizes), input_size_per_partition)
-        layer.register_parameter("weight", self._mlps.add(self._name, shape, params_dtype))
-        layer.shoal_grouped = True
-
-    def apply(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the layer's output; the part that this engine keeps is used where it is.
-
-        Args:
-            layer: of the DP model, which is complete.
-            x: ``[tokens, inputs]``.
-            bias: None; other layers are refused.
-        """
-        return split_linear(x, layer.weight, layer.own, layer.own_begin, layer.own_dimension)
 
 
 class SharedMlps:
@@ -113,6 +74,9 @@ class SharedMlps:
         self._memory, self._slots = memory, slots
         self._weights: dict[str, SharedWeight] = {}
         """By the name of the layer in the model."""
+        self._methods: dict[str, SlotMethod] = {}
+        self._layers: dict[str, nn.Module] = {}
+        """The same layers of the DP model, once it is complete."""
         self._numbers: dict[str, int] = {}
         """The number of each MLP, by its name in the model."""
         self.whole = WholeWeights(pages)
@@ -126,19 +90,36 @@ class SharedMlps:
 
     # --- loading ----------------------------------------------------------------------------------
 
-    def method(self, layer: nn.Module, name: str) -> SlotLinear | None:
-        """Return the method of a layer of the DP model; None if the layer is not shared."""
+    def method(self, layer: nn.Module, name: str, stock: Any) -> SlotLinear | SlotFp8 | None:
+        """Return the method of a layer of the DP model; None if the layer is not shared.
+
+        Args:
+            layer: the layer, which is being made.
+            name: of the layer.
+            stock: what vLLM would take for the checkpoint.
+
+        Raises:
+            UnviewableWeights: weights that are quantised so cannot be shared.
+        """
         kinds = {GATE_UP: MergedColumnParallelLinear, DOWN: RowParallelLinear}
         kind = kinds.get(name.rpartition(".")[2])
-        return SlotLinear(self, name) if kind is not None and isinstance(layer, kind) else None
+        if kind is None or not isinstance(layer, kind):
+            return None
+        add = partial(self.add, name)
+        method = SlotLinear(add) if isinstance(stock, STOCK) else slot_fp8(stock, layer, name, add)
+        self._methods[name] = method
+        return method
 
-    def add(self, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Parameter:
-        """Return a layer's weight, which is a slot.
+    def add(
+        self, name: str, shape: tuple[int, int], dtype: torch.dtype, *, packed: bool = False
+    ) -> tuple[SharedWeight, Parameter]:
+        """Return a layer's weight, and the parameter, which is a slot.
 
         Args:
             name: of the layer.
             shape: ``[outputs, inputs]``.
             dtype: of the elements.
+            packed: see ``SharedWeight``.
 
         Raises:
             UnviewableWeights: it has no so many equal parts.
@@ -157,6 +138,7 @@ class SharedMlps:
             degree=self._degree,
             own=nested_shard(self._place, self._degree.parts),
             begin=self.size,
+            packed=packed,
         )
         self._weights[name] = weight
         self.whole.add(name, weight)
@@ -167,7 +149,7 @@ class SharedMlps:
 
         parameter = Parameter(weight.of_layer(self.whole.weight(name)), requires_grad=False)
         set_weight_attrs(parameter, {"weight_loader": load, "output_dim": 0, "input_dim": 1})
-        return parameter
+        return weight, parameter
 
     @property
     def size(self) -> int:
@@ -195,8 +177,9 @@ class SharedMlps:
         return self.size + self.whole.resident_bytes
 
     def has(self, name: str) -> bool:
-        """Return whether a tensor of the DP model is one of the shared weights."""
-        return name.rpartition(".")[0] in self._weights
+        """Return whether a tensor of the DP model is one of the shared weights, or of a piece."""
+        layer, _, key = name.rpartition(".")
+        return layer.partition(".pieces.")[0] in self._weights and key in ("weight", "own")
 
     def _member_part(self, weight: SharedWeight, whole: torch.Tensor, tp: int) -> torch.Tensor:
         """Return what this engine computes with in a layout, of a whole weight as it is stored."""
@@ -236,10 +219,8 @@ class SharedMlps:
                 weight.make_up(initialize_single_dummy_weight)
             if weight.missing or weight.kept is None:
                 raise UnviewableWeights(f"{name}: the checkpoint has not all of it")
-            layer = model.get_submodule(name)
-            layer.register_buffer("own", weight.of_layer(weight.kept), persistent=False)
-            layer.own_dimension = OUTPUTS if weight.kind == GATE_UP else INPUTS
-            layer.own_begin = weight.own * layer.own.shape[layer.own_dimension]
+            self._layers[name] = model.get_submodule(name)
+            self._methods[name].keep(self._layers[name], weight, self.whole.weight(name))
         if not self._is_found:
             with torch.inference_mode():
                 for weight in self._weights.values():
@@ -296,16 +277,23 @@ class SharedMlps:
             groups = self._degree.groups // min(shard.of, self._degree.parts)
             kept.act_fn = GroupedActivation(nn.Identity(), groups)
         elif full.name in self._weights:
-            weight = self._weights[full.name]
-            stored = weight.kept
-            if shard.of < self._degree.parts:
-                stored = self._member_part(weight, self.whole.weight(full.name), shard.of)
-            assert stored is not None, "its weights are not there yet"
-            kept = _linear(weight.of_layer(stored))
+            weight, layer = self._weights[full.name], self._layers[full.name]
+            stored, parts = self._of_member(full.name, shard.of)
+            kept = self._methods[full.name].part(layer, weight, stored, parts)
         else:
             return full, shard
-        layer = FullLayer(full.name, kept, lambda name: kept.get_parameter(name.rpartition(".")[2]))
-        return layer, self._within(shard.of)
+        find = lambda name: kept.get_parameter(name.rpartition(".")[2])  # noqa: E731
+        return FullLayer(full.name, kept, find), self._within(shard.of)
+
+    def _of_member(self, name: str, tp: int) -> tuple[torch.Tensor, PartRange]:
+        """Return the parts that this engine computes in a layout, or that these are a part of."""
+        weight, parts = self._weights[name], self._degree.parts
+        if tp >= parts:
+            assert weight.kept is not None, "its weights are not there yet"
+            return weight.kept, PartRange(weight.own, 1)
+        count = parts // tp
+        stored = self._member_part(weight, self.whole.weight(name), tp)
+        return stored, PartRange(nested_shard(self._place % tp, tp) * count, count)
 
     def _within(self, tp: int) -> Shard:
         """Return the part that this engine computes in a layout, of what it keeps or has streamed.
@@ -366,6 +354,12 @@ class SharedMlps:
                 kept = weight.part_in(self._kept[source.place])
                 copies[weight.layer].append(Copy(target, kept, source.place == self._place))
         self._slots.copies[layout.tp] = copies
+        if layout != DP:
+            for name, method in self._methods.items():
+                weight, layer = self._weights[name], self._layers[name]
+                method.stream(
+                    model.get_submodule(name), layer, weight, *self._of_member(name, layout.tp)
+                )
         for name, number in self._numbers.items():
             mlp = model.get_submodule(name)
             mlp.forward = _streamed(mlp.forward, layout.tp, number)
@@ -378,12 +372,3 @@ def _streamed(
         return forward(use_weights(x, tp, layer))
 
     return streamed
-
-
-def _linear(weight: torch.Tensor) -> nn.Module:
-    """Return what rules have to know of a linear layer of which a layout's layer is a part."""
-    layer = nn.Module()
-    layer.register_parameter("weight", Parameter(weight, requires_grad=False))
-    layer.register_parameter("bias", None)
-    layer.input_size, layer.shoal_grouped = weight.shape[1], True
-    return layer

@@ -35,6 +35,8 @@ class SharedWeight:
         degree: how it is divided.
         own: which part this engine keeps (``nested_order``).
         begin: where the part begins in the engine's memory, in bytes.
+        packed: whether each part of ``DOWN`` is a matrix of its own, with the outputs as rows, as
+            FP8 kernels need it; parts are one after the other. If not, the inner units are rows.
     """
 
     layer: int
@@ -44,8 +46,11 @@ class SharedWeight:
     degree: Degree
     own: int
     begin: int
+    packed: bool = False
     kept: torch.Tensor | None = None
     """This engine's part as it is stored, once there is memory for it."""
+    was_filled: bool = False
+    """Whether this memory came filled, and so cannot be written."""
     missing: set[int] = field(default_factory=set)
     """What of the part is still to be loaded: 0, of gate_up gate (0) and up (1)."""
 
@@ -62,13 +67,25 @@ class SharedWeight:
     def stored(self, memory: torch.Tensor) -> torch.Tensor:
         """Return some parts as they are stored, ``[rows, columns]``, as a view of memory, uint8.
 
-        The inner units of the MLP are the rows: those of ``down_proj`` are stored transposed.
+        Each part is a range of rows. The inner units of the MLP are the rows, so those of
+        ``down_proj`` are stored transposed, unless they are ``packed``.
         """
         columns = self.shape[1] if self.kind == GATE_UP else self.shape[0]
+        if self._has_packed_parts:
+            columns = self.shape[1] // self.degree.parts
         return memory.view(self.dtype).view(-1, columns)
 
+    @property
+    def _has_packed_parts(self) -> bool:
+        return self.packed and self.kind == DOWN
+
     def of_layer(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return what is stored as the layer has it: ``[outputs, inputs]``."""
+        """Return what is stored as the layer has it: ``[outputs, inputs]``.
+
+        If parts are ``packed``, what has several of them has only the shape of a weight.
+        """
+        if self._has_packed_parts:
+            return stored.view(self.shape[0], -1)
         return stored if self.kind == GATE_UP else stored.t()
 
     @property
@@ -104,7 +121,7 @@ class SharedWeight:
 
     def keep_in(self, memory: torch.Tensor, *, filled: bool) -> None:
         """Keep this engine's part in its memory, uint8, which may hold it already."""
-        self.kept = self.part_in(memory)
+        self.kept, self.was_filled = self.part_in(memory), filled
         self.missing = set() if filled else set(range(2 if self.kind == GATE_UP else 1))
 
     def load(self, loaded: torch.Tensor, half: Any = None) -> None:
@@ -116,7 +133,8 @@ class SharedWeight:
         """
         assert self.kept is not None, "there is no memory for it yet"
         if self.kind == DOWN:
-            self._take(0, self.kept, self.within(loaded.t(), self.own, self.degree.parts))
+            own = self.within(loaded.t(), self.own, self.degree.parts)
+            self._take(0, self.kept, own.t() if self.packed else own)
             return
         halves = {half: loaded} if half in (0, 1) else dict(enumerate(loaded.chunk(2)))
         pairs = self.kept.view(self.degree.groups // self.degree.parts, 2, -1, self.shape[1])

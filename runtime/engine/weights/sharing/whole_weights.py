@@ -40,8 +40,8 @@ class WholeWeights:
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
-        self._slots: dict[tuple[str, int, tuple[int, int]], torch.Tensor] = {}
-        """By the kind of weight, the number of the slot, and the shape of the whole weight."""
+        self._slots: dict[tuple[str, int, int], torch.Tensor] = {}
+        """By the kind of weight, the number of the slot, and the bytes of the whole weight."""
         self._weights: dict[str, SharedWeight] = {}
         self._places: dict[str, _Place] = {}
         """Of each weight, by its name."""
@@ -70,7 +70,7 @@ class WholeWeights:
         self._pages.put([Exchange(place.at[part], slot[part]) for part in parts])
 
     def _slot(self, weight: SharedWeight, pieces: Sequence[int]) -> torch.Tensor:
-        key = (weight.kind, weight.layer % SLOTS, weight.shape)
+        key = (weight.kind, weight.layer % SLOTS, weight.whole_bytes)
         if key not in self._slots:
             # Written, so that its pages count as used before the rest is given to KV.
             self._slots[key] = self._pages.create(pieces).zero_()

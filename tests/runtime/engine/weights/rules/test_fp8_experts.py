@@ -35,8 +35,8 @@ from tests.runtime.engine.expert_layers import (
     make_experts,
     without_groups,
 )
+from tests.runtime.engine.fp8_formats import BLOCK, compressed_tensors, quantise
 from tests.runtime.engine.owned_bytes import owned_bytes
-from tests.runtime.engine.weights.rules.test_fp8 import BLOCK, compressed_tensors, quantise
 
 HIDDEN, INTERMEDIATE = 256, 768
 """Half an expert is three blocks of scales, a quarter is none."""

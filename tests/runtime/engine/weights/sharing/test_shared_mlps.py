@@ -1,191 +1,61 @@
 """MLPs of which engines keep a part each, held against the whole model."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
-from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.sharing import filling
-from shoal.runtime.engine.weights.sharing.device_pages import DevicePages
-from shoal.runtime.engine.weights.sharing.device_shards import DeviceShards
 from shoal.runtime.engine.weights.sharing.filling import Filling
-from shoal.runtime.engine.weights.sharing.pages import HostPages, Pages
-from shoal.runtime.engine.weights.sharing.shard_memory import HostShards, ShardMemory
+from shoal.runtime.engine.weights.sharing.pages import HostPages
 from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
-from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree, SharedWeight
-from shoal.runtime.engine.weights.sharing.slots import Copier, HostCopier, WeightSlots, stream_by
-from shoal.runtime.engine.weights.sharing.stream_copier import StreamCopier
+from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots
 from shoal.runtime.engine.weights.store import ResidentWeights
-from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
+from shoal.runtime.engine.weights.view_loader import arrange_weights
 from tests.runtime.engine.one_rank import tensor_parallel
-from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver, simulate_streams
+from tests.runtime.engine.weights.sharing.sharing_engines import (
+    ENGINES,
+    LAYERS,
+    PLAIN,
+    UNQUANTISED,
+    Kind,
+    Model,
+    SharingEngine,
+    close_all,
+    load,
+    node,
+    on_cpu,
+    on_simulated_gpu,
+)
+from tests.runtime.engine.weights.sharing.simulated_cuda import simulate_streams
 
-HIDDEN, INNER, LAYERS, ENGINES = 96, 32, 3, 4
-"""A half of ``gate_up_proj`` is three pages, and one of ``down_proj`` a page and a half."""
+HIDDEN, INNER = PLAIN
 CHECKSUMS = 2 * LAYERS * 256
 """Bytes by which what an engine keeps is larger for its checksums."""
 PAGE = HostPages.page
 LONG_SECONDS = 60.0
-X = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(autouse=True)
 def config() -> Iterator[None]:
     with set_current_vllm_config(VllmConfig()):
         yield
-    while SharingEngine.made:
-        SharingEngine.made.pop().mlps.descriptors.close()
-
-
-class Mlp(nn.Module):
-    """As in vLLM's Llama."""
-
-    def __init__(self, quant: SharedWeights, name: str, act: nn.Module, *, bias: bool) -> None:
-        super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            HIDDEN, [INNER] * 2, bias=bias, quant_config=quant, prefix=f"{name}.gate_up_proj"
-        )
-        self.act_fn = act
-        self.down_proj = RowParallelLinear(
-            *(INNER, HIDDEN),
-            bias=False,
-            quant_config=quant,
-            prefix=f"{name}.down_proj",
-            reduce_results=False,
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, _ = self.gate_up_proj(x)
-        x, _ = self.down_proj(self.act_fn(x))
-        return x
-
-
-class Model(nn.Module):
-    def __init__(
-        self, quant: SharedWeights, act: type[nn.Module] = SiluAndMul, *, bias: bool = False
-    ) -> None:
-        super().__init__()
-        self.mlps = nn.ModuleList(
-            Mlp(quant, f"mlps.{layer}", act(), bias=bias) for layer in range(LAYERS)
-        )
-
-
-def load(model: Model) -> None:
-    draw = torch.Generator().manual_seed(5)
-    for mlp in model.mlps:
-        for half in range(2):
-            rows = torch.randn(INNER, HIDDEN, generator=draw)
-            mlp.gate_up_proj.weight.weight_loader(mlp.gate_up_proj.weight, rows, half)
-        down = torch.randn(HIDDEN, INNER, generator=draw)
-        mlp.down_proj.weight.weight_loader(mlp.down_proj.weight, down)
-
-
-def outputs(model: Model) -> list[torch.Tensor]:
-    """Return what each MLP makes of the same input, in the order of a step, twice."""
-    return [mlp(X.clone()) for _ in range(2) for mlp in model.mlps]
-
-
-Parts = tuple[ShardMemory, Copier, Pages]
-Kind = Callable[[], Parts]
-"""Makes an engine's memory, what copies in it, and what exchanges it."""
-
-
-def on_cpu() -> Parts:
-    return HostShards("test"), HostCopier(), HostPages()
-
-
-def on_simulated_gpu() -> Parts:
-    driver: Any = HostDriver()
-    device = torch.device("cpu")
-    return DeviceShards(device, driver), StreamCopier(device, driver), DevicePages(device, driver)
-
-
-class SharingEngine:
-    """One engine: its DP model, of which it keeps a part."""
-
-    made: ClassVar[list["SharingEngine"]] = []
-    """Those of this test, whose descriptors are closed after it."""
-
-    def __init__(
-        self,
-        directory: Path,
-        number: int,
-        share: int,
-        groups: int = ENGINES,
-        kind: Kind = on_cpu,
-    ) -> None:
-        self.number = number
-        memory, copier, self.pages = kind()
-        self.slots = WeightSlots(copier)
-        self.mlps = SharedMlps(
-            number, Degree(share, groups), directory, memory, self.slots, self.pages
-        )
-        quant = SharedWeights(views=False)
-        quant.shared = self.mlps.method
-        with tensor_parallel(0, 1):
-            self.dp = Model(quant)
-            load(self.dp)
-        self.store = SharedStore(self.dp, self.mlps)
-        arrange_weights(self.store, groups)
-        self.mlps.whole.patience = 0.0
-        self.made.append(self)
-
-    def complete(self) -> None:
-        self.mlps.complete(self.dp, dummy=False)
-        self.mlps.stream_in(self.dp, Layout())
-
-    def member(self, tp: int) -> Model:
-        """Return the engine's model in a TP layout."""
-        rank, layout = self.number % tp, Layout(tp=tp)
-        with tensor_parallel(rank, tp):
-            model = Model(SharedWeights(views=True))
-            view_weights(model, self.store, layout, rank)
-        self.mlps.stream_in(model, layout)
-        return model
-
-    @cached_property
-    def lent(self) -> list[torch.Tensor]:
-        """Memory that KV lends."""
-        sizes = self.mlps.whole.moving_bytes
-        return list(self.pages.create(sizes).split(sizes))
-
-    def be_whole(self) -> None:
-        self.mlps.fill_whole(self.lent)()
-        self.mlps.be_whole()
-
-    def outputs(self, tp: int) -> list[torch.Tensor]:
-        stream_by(self.slots)
-        return outputs(self.dp if tp == 1 else self.member(tp))
-
-
-def node(directory: Path, share: int, kind: Kind = on_cpu) -> list[SharingEngine]:
-    engines = [SharingEngine(directory, number, share, kind=kind) for number in range(ENGINES)]
-    with ThreadPoolExecutor(ENGINES) as threads:
-        list(threads.map(SharingEngine.complete, engines))
-    return engines
+    close_all()
 
 
 @pytest.fixture
 def stock() -> list[torch.Tensor]:
     """Return what the whole model computes, with its rows grouped as at any share."""
-    with tensor_parallel(0, 1):
-        model = Model(SharedWeights(views=False))
-        load(model)
-    arrange_weights(ResidentWeights(model), ENGINES)
-    return outputs(model)
+    return UNQUANTISED.outputs(UNQUANTISED.whole())
 
 
 @pytest.mark.parametrize("kind", [on_cpu, on_simulated_gpu])

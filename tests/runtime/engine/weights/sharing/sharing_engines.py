@@ -1,0 +1,219 @@
+"""Engines of one process that keep a part of some MLPs each."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.weights.shared_weights import SharedWeights
+from shoal.runtime.engine.weights.sharing.device_pages import DevicePages
+from shoal.runtime.engine.weights.sharing.device_shards import DeviceShards
+from shoal.runtime.engine.weights.sharing.pages import HostPages, Pages
+from shoal.runtime.engine.weights.sharing.shard_memory import HostShards, ShardMemory
+from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
+from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
+from shoal.runtime.engine.weights.sharing.shared_weight import Degree
+from shoal.runtime.engine.weights.sharing.slots import Copier, HostCopier, WeightSlots, stream_by
+from shoal.runtime.engine.weights.sharing.stream_copier import StreamCopier
+from shoal.runtime.engine.weights.store import ResidentWeights
+from shoal.runtime.engine.weights.view_loader import arrange_weights, view_weights
+from tests.runtime.engine.one_rank import tensor_parallel
+from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver
+
+
+class Sizes(NamedTuple):
+    """Of an MLP."""
+
+    hidden: int
+    inner: int
+
+
+PLAIN, LAYERS, ENGINES = Sizes(96, 32), 3, 4
+"""A half of ``gate_up_proj`` is three pages in fp32, and one of ``down_proj`` a page and a half."""
+
+
+class Mlp(nn.Module):
+    """As in vLLM's Llama."""
+
+    def __init__(
+        self, quant: SharedWeights, name: str, sizes: Sizes, act: nn.Module, *, bias: bool
+    ) -> None:
+        super().__init__()
+        hidden, inner = sizes
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden, [inner] * 2, bias=bias, quant_config=quant, prefix=f"{name}.gate_up_proj"
+        )
+        self.act_fn = act
+        self.down_proj = RowParallelLinear(
+            *(inner, hidden),
+            bias=False,
+            quant_config=quant,
+            prefix=f"{name}.down_proj",
+            reduce_results=False,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.gate_up_proj(x)
+        x, _ = self.down_proj(self.act_fn(x))
+        return x
+
+
+class Model(nn.Module):
+    def __init__(
+        self,
+        quant: SharedWeights,
+        act: type[nn.Module] = SiluAndMul,
+        *,
+        sizes: Sizes = PLAIN,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.mlps = nn.ModuleList(
+            Mlp(quant, f"mlps.{layer}", sizes, act(), bias=bias) for layer in range(LAYERS)
+        )
+
+
+def load(model: Model) -> None:
+    """Load weights that are not quantised."""
+    draw = torch.Generator().manual_seed(5)
+    for mlp in model.mlps:
+        for half in range(2):
+            rows = torch.randn(PLAIN.inner, PLAIN.hidden, generator=draw)
+            mlp.gate_up_proj.weight.weight_loader(mlp.gate_up_proj.weight, rows, half)
+        down = torch.randn(PLAIN.hidden, PLAIN.inner, generator=draw)
+        mlp.down_proj.weight.weight_loader(mlp.down_proj.weight, down)
+
+
+class Weights(NamedTuple):
+    """What weights engines have."""
+
+    sizes: Sizes
+    load: Callable[[Model], None]
+    """Loads the whole model's."""
+    inner: Callable[[], QuantizationConfig | None] = lambda: None
+    """Makes vLLM's configuration of a quantised checkpoint."""
+
+    def config(self, *, views: bool) -> SharedWeights:
+        """Return the configuration of a layout."""
+        config = SharedWeights(views=views, inner=self.inner())
+        config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+        return config
+
+    def outputs(self, model: Model) -> list[torch.Tensor]:
+        """Return what each MLP makes of the same input, in the order of a step, twice."""
+        draw = torch.Generator().manual_seed(3)
+        x = torch.randn(5, self.sizes.hidden, generator=draw, dtype=torch.float32)
+        x = x.to(torch.get_default_dtype())
+        return [mlp(x.clone()) for _ in range(2) for mlp in model.mlps]
+
+    def whole(self) -> Model:
+        """Return the DP model of an engine that shares nothing, with its rows grouped."""
+        with tensor_parallel(0, 1):
+            model = Model(self.config(views=False), sizes=self.sizes)
+            self.load(model)
+        arrange_weights(ResidentWeights(model), ENGINES)
+        return model
+
+
+UNQUANTISED = Weights(PLAIN, load)
+
+
+Parts = tuple[ShardMemory, Copier, Pages]
+Kind = Callable[[], Parts]
+"""Makes an engine's memory, what copies in it, and what exchanges it."""
+
+
+def on_cpu() -> Parts:
+    return HostShards("test"), HostCopier(), HostPages()
+
+
+def on_simulated_gpu() -> Parts:
+    driver: Any = HostDriver()
+    device = torch.device("cpu")
+    return DeviceShards(device, driver), StreamCopier(device, driver), DevicePages(device, driver)
+
+
+class SharingEngine:
+    """One engine: its DP model, of which it keeps a part."""
+
+    made: ClassVar[list["SharingEngine"]] = []
+    """Those of this test, whose descriptors are closed after it."""
+
+    def __init__(
+        self,
+        directory: Path,
+        number: int,
+        share: int,
+        groups: int = ENGINES,
+        kind: Kind = on_cpu,
+        weights: Weights = UNQUANTISED,
+    ) -> None:
+        self.number, self._weights = number, weights
+        memory, copier, self.pages = kind()
+        self.slots = WeightSlots(copier)
+        self.mlps = SharedMlps(
+            number, Degree(share, groups), directory, memory, self.slots, self.pages
+        )
+        quant = weights.config(views=False)
+        quant.shared = self.mlps.method
+        with tensor_parallel(0, 1):
+            self.dp = Model(quant, sizes=weights.sizes)
+            weights.load(self.dp)
+        self.store = SharedStore(self.dp, self.mlps)
+        arrange_weights(self.store, groups)
+        self.mlps.whole.patience = 0.0
+        self.made.append(self)
+
+    def complete(self) -> None:
+        self.mlps.complete(self.dp, dummy=False)
+        self.mlps.stream_in(self.dp, Layout())
+
+    def member(self, tp: int) -> Model:
+        """Return the engine's model in a TP layout."""
+        rank, layout = self.number % tp, Layout(tp=tp)
+        with tensor_parallel(rank, tp):
+            model = Model(self._weights.config(views=True), sizes=self._weights.sizes)
+            view_weights(model, self.store, layout, rank)
+        self.mlps.stream_in(model, layout)
+        return model
+
+    @cached_property
+    def lent(self) -> list[torch.Tensor]:
+        """Memory that KV lends."""
+        sizes = self.mlps.whole.moving_bytes
+        return list(self.pages.create(sizes).split(sizes))
+
+    def be_whole(self) -> None:
+        self.mlps.fill_whole(self.lent)()
+        self.mlps.be_whole()
+
+    def outputs(self, tp: int) -> list[torch.Tensor]:
+        stream_by(self.slots)
+        return self._weights.outputs(self.dp if tp == 1 else self.member(tp))
+
+
+def node(
+    directory: Path, share: int, kind: Kind = on_cpu, weights: Weights = UNQUANTISED
+) -> list[SharingEngine]:
+    """Return engines that have met."""
+    engines = [
+        SharingEngine(directory, number, share, kind=kind, weights=weights)
+        for number in range(ENGINES)
+    ]
+    with ThreadPoolExecutor(ENGINES) as threads:
+        list(threads.map(SharingEngine.complete, engines))
+    return engines
+
+
+def close_all() -> None:
+    """Close what the engines of a test have open."""
+    while SharingEngine.made:
+        SharingEngine.made.pop().mlps.descriptors.close()
