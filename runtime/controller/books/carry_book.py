@@ -49,6 +49,11 @@ class Carry(msgspec.Struct):
     """Whether the destination knows this, and gives these requests their blocks."""
     exported: list[CarriedRequest] = []
     """What the source has said about the requests."""
+    unread: set[str] = set()
+    """Requests that were lost while their KV was read. They are no longer among ``ids``, but the
+    source's living engines keep their blocks until the destination reads no more."""
+    has_failed: bool = False
+    """Whether the destination has said that it could not read the KV."""
     reserved: int = 0
     """Blocks of the destination to which the requests' KV is copied ahead, or was."""
 
