@@ -155,15 +155,31 @@ class Beginnings:
     def begins_in_its_row(self, request: Request) -> bool:
         """Return whether a request that has come with its KV begins in the row that it has.
 
-        If so, the next step that computes it must bring it as one that runs.
+        If so, it must run for vLLM's scheduler from now on, which makes a running request's part of
+        a step in half the time that it takes for one that begins again. But then it does not look
+        whether there is room for one more.
         """
         known = self._introduced.get(request.request_id)
         if known is None or known.blocks is None or not self._has_kept(known):
             return False
         if request.num_tokens > request.num_computed_tokens + 1:
             return False  # the rest of its prompt may take several steps
+        if not self._has_room(request):
+            return False
         self._begun[request.request_id] = known
         return True
+
+    def _has_room(self, request: Request) -> bool:
+        """Return whether a request can run beside all that do, as ``Scheduler.schedule`` asks."""
+        scheduler = self._scheduler
+        active = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+        if active >= scheduler.max_num_active_reqs:
+            return False
+        if request.lora_request is None:
+            return True
+        used = {request.lora_request.lora_int_id}
+        used |= {each.lora_request.lora_int_id for each in scheduler.running if each.lora_request}
+        return len(used) <= int(scheduler.lora_config.max_loras)
 
     # --- steps ---
 
