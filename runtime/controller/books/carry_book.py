@@ -47,6 +47,8 @@ class Carry(msgspec.Struct):
     """What the source has said that requests will be when their last steps have ended."""
     is_allotted: bool = False
     """Whether the destination knows this, and gives these requests their blocks."""
+    fitting: set[str] = set()
+    """Announced requests that the destination can hold if they are as was foretold."""
     exported: list[CarriedRequest] = []
     """What the source has said about the requests."""
     unread: set[str] = set()

@@ -19,13 +19,13 @@ from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.carry_book import Carry, CarryStage
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.request import Request, continued
+from shoal.runtime.controller.books.request import Request
 from shoal.runtime.controller.books.statistics import SWITCH
 from shoal.runtime.controller.switching.carry_tally import Tally
 from shoal.runtime.controller.switching.destinations import Destinations, is_led_alike
 from shoal.runtime.controller.switching.precopy import PreCopies
+from shoal.runtime.controller.switching.taking_over import TakingOver
 from shoal.runtime.protocol import messages as m
-from shoal.runtime.protocol.transport import front_identity
 
 log = logging.getLogger("shoal.controller")
 
@@ -58,6 +58,7 @@ class Carries:
         self._destinations = Destinations(books, capacity, ())
         self._ahead = PreCopies(env, books, capacity, self._send)
         self._tally = Tally()
+        self._taking_over = TakingOver(env, books, capacity)
 
     @property
     def running(self) -> bool:
@@ -236,11 +237,25 @@ class Carries:
         self._tally.ended_early |= carry.ids - leaving
         carry.ids = leaving
         self._enter(carry, CarryStage.EXPORTED, math.inf)
-        self.settle()
+        self._settle()
         return True
 
+    def before(self, message: m.ToController | None = None) -> None:
+        """Do the books that must be done before a message is taken.
+
+        Args:
+            message: the message; None: it is not from an engine, or nothing more has come.
+        """
+        if message is None or not self._taking_over.can_wait(message):
+            self._taking_over.note()
+
     def settle(self) -> None:
-        """Go on with the carries whose destinations are bound. Call it when units have changed.
+        """Go on with the carries whose destinations are bound. Call it when units have changed."""
+        self._settle()
+        self._taking_over.note()
+
+    def _settle(self) -> None:
+        """Go on with carries; the books of requests that go on may be left to ``before``.
 
         Where a new group has too few blocks, its carries begin together, so that their requests can
         take turns. None comes later for that: a group's first copy queues up behind the last steps
@@ -269,33 +284,18 @@ class Carries:
         requests = [each for name, each in carry.announced.items() if name in carry.ids]
         if requests:
             carry.is_allotted = True
+            self._taking_over.foresee(carry, requests)
             self._send(carry.destination, m.Allot(carry.number, carry.destination, requests))
 
     def _import(self, carry: Carry, *, more: bool) -> None:
-        taken, moved = list[m.CarriedRequest](), list[Request]()
-        idle = self._capacity.idle(carry.destination)
-        for described in carry.exported:
-            request = self._requests.find(described.request_id)
-            if request is None or described.request_id not in carry.ids:
-                continue
-            whole = described.whole(carry.announced)
-            grown = continued(request, whole.tokens, self._clock())
-            if idle.can_hold(grown.seen):
-                moved.append(grown)
-                taken.append(described if carry.is_allotted else whole)
-        # Requests stand still until this comes, so the books wait.
+        taken = self._taking_over.choose(carry)
         message = m.Import(carry.number, carry.destination, carry.source, taken, more)
         self._send(carry.destination, message)
-        placed = dict[int, list[str]]()
-        for request in moved:
-            self._requests.carry(request, carry.destination)
-            placed.setdefault(request.client, []).append(request.id)
+        self._taking_over.owe(carry, taken)
         kept = carry.ids - {each.request_id for each in taken}
         self._keep(carry, kept)
         carry.ids -= kept
         carry.exported = []
-        for client, ids in placed.items() if not carry.destination.tier else ():
-            self._transport.to_control(front_identity(client), m.CarriedOn(ids, carry.destination))
         self._enter(carry, CarryStage.IMPORTING, self._clock() + self._timeout)
         self._books.leases.hold(carry.source)
         if not taken:

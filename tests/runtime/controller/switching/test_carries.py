@@ -1,5 +1,6 @@
 """Carries, with engines that the test plays: each stage, and each failure in each stage."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,6 +109,48 @@ def test_front_ends_hear_where_a_request_goes_on() -> None:
     node.answer(0, m.Exported(1, 0, alone(0), described("a")))
     notes = node.network.control_replies[front_identity(0)]
     assert m.CarriedOn(["a"], PAIR) in notes
+
+
+def test_units_hear_of_requests_before_the_books_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, _ = exporting()
+    sent, transport = list[type[m.Message]](), node.network.controller
+
+    def note(send: Any, peer: Any, message: m.Message) -> None:
+        sent.append(type(message))
+        send(peer, message)
+
+    for name in ("to_engine", "to_control"):
+        monkeypatch.setattr(transport, name, partial(note, getattr(transport, name)))
+    for number, engine, request_id in ((1, 0, "a"), (2, 1, "b")):
+        node.say(engine, m.Load(engine, alone(engine), 0, 0, 9, 1, []))
+        node.say(engine, m.Exported(number, engine, alone(engine), described(request_id)))
+    node.controller.turn()
+    assert sent[:4] == [m.Import, m.Import, m.CarriedOn, m.CarriedOn]
+    assert {node.books.requests.where(name) for name in "ab"} == {PAIR}
+
+
+def test_what_a_unit_says_of_requests_finds_the_books_done() -> None:
+    """Its report comes in one batch with the answer that sent it the requests."""
+    node, _ = exporting()
+    node.say(0, m.Exported(1, 0, alone(0), described("a")))
+    node.say(0, m.Load(0, PAIR, 0, 0, 9, 1, ["a"]))
+    node.say(1, m.Exported(2, 1, alone(1), described("b")))
+    node.turn()
+    assert node.books.requests.where("a") is None
+    assert node.value("shoal_requests_total", Outcome.FINISHED) == 1
+    assert node.value("shoal_stale_messages_total") == 0
+
+
+def test_other_work_waits_for_the_next_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, _ = exporting()
+    done = list[None]()
+    monkeypatch.setattr(node.controller._utility_calls, "tick", lambda: done.append(None))
+    node.say(0, m.Exported(1, 0, alone(0), described("a")))
+    node.controller.turn()
+    assert done == []
+    node.say(1, m.Exported(2, 1, alone(1), described("b")))
+    node.controller.turn()
+    assert done == [None]
 
 
 def test_a_switch_is_over_when_all_have_been_taken_over() -> None:
