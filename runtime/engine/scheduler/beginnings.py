@@ -104,10 +104,12 @@ class Beginnings:
             return
         if not self._has_seats() or not _samples_plainly(known.request):
             return
-        if request_id in scheduler.finished_req_ids:
-            # Runners forget that it was here when it is seated or begins, not with the next step.
-            scheduler.finished_req_ids.remove(request_id)
-            self._former.add(request_id)
+        for told in (scheduler.finished_req_ids, scheduler.reset_preempted_req_ids):
+            if request_id in told:
+                # Runners forget that it was here when it is seated or begins, not with the next
+                # step, which would take its row.
+                told.remove(request_id)
+                self._former.add(request_id)
         blocks = scheduler.kv_cache_manager.get_blocks(request_id)
         known.blocks = tuple(list(group) for group in blocks.blocks)
         tokens = array("i", known.request.all_token_ids[known.tokens :])
@@ -162,6 +164,8 @@ class Beginnings:
         known = self._introduced.get(request.request_id)
         if known is None or known.blocks is None or not self._has_kept(known):
             return False
+        if self._seats:
+            self.send_seats()  # while it has just these blocks
         if request.num_tokens > request.num_computed_tokens + 1:
             return False  # the rest of its prompt may take several steps
         if not self._has_room(request):

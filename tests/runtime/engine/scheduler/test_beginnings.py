@@ -313,6 +313,21 @@ def test_a_seat_is_no_place_for_two(make: Make) -> None:
     assert sum(each.blocks is not None for each in known) == int(v2)
 
 
+def test_a_request_that_was_preempted_where_it_is_seated_keeps_its_seat(make: Make) -> None:
+    """Runners have not been told that it was preempted: no step has come since."""
+    engines, names = foretold(make, requests=1)
+    own, group = engines.own[0], engines.group
+    preempt(own._scheduler, names)
+    engines.carry(own, group, names)
+    engines.step(group, 3)
+    engines.carry(group, own, names, foretold=True)
+    engines.finish(own)
+    (prompt,) = random_prompts((20,), seed=2)
+    assert engines.tokens[names[0]] == undisturbed(make, prompt)
+    v2 = engines.runners[own.unit].v2
+    assert engines.runners[own.unit].seated == int(v2)
+
+
 def running(engines: ToyEngines) -> list[str]:
     return [request.request_id for request in engines.group._scheduler.running]
 

@@ -346,7 +346,9 @@ class Runners:
                     self._memories[engine].write(self.unit, blocks, head, at, value)
 
     def _learn(self, scheduled: SchedulerOutput) -> None:
-        for request_id in scheduled.finished_req_ids:
+        # As ``GPUModelRunner.finish_requests``: V2 model runners forget what was preempted, too.
+        preempted = scheduled.preempted_req_ids or set[str]()
+        for request_id in scheduled.finished_req_ids | (preempted if self.v2 else set()):
             self._known.pop(request_id, None)
             self._batch.discard(request_id)
         for new in scheduled.scheduled_new_reqs:
