@@ -18,6 +18,7 @@ from shoal.runtime.controller.adviser import Adviser
 from shoal.runtime.controller.balancing import Balancing
 from shoal.runtime.controller.books.books import open_books
 from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.carry_book import CarryStage
 from shoal.runtime.controller.books.demand import NO_NEWS, Demand, News
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.environment import Environment
@@ -163,15 +164,25 @@ class Controller:
     def _take_arrivals(self) -> bool:
         """Take all arrivals; return whether the running switch took all of them and awaits more.
 
-        Such answers make nothing else due, and other work now would only delay the next answer.
+        Such answers make nothing else due, and other work now would only delay the next answer. The
+        same is so when one source of requests has answered and another one is about to.
         """
         arrivals, switch = self._transport.receive(), self._operations.switches.running
         answers = 0 if switch is None else switch.answers
+        exporting = self._exporting
         for arrival in arrivals:
             self._take(arrival)
+        self._carries.before()
+        if 0 < self._exporting < exporting:
+            return True
         if switch is None or switch.done or not arrivals:
             return False
         return switch.answers - answers == len(arrivals)
+
+    @property
+    def _exporting(self) -> int:
+        """How many carries wait for their sources, which finish their last steps."""
+        return sum(carry.stage is CarryStage.EXPORTING for carry in self.books.carries)
 
     def next_wakeup(self) -> float | None:
         """Return seconds until the next turn is due if no message comes; None: no turn is due."""
@@ -197,9 +208,13 @@ class Controller:
 
     def _take(self, arrival: Arrival) -> None:
         try:
+            if arrival.channel is not Channel.ENGINE:
+                self._carries.before()
             match arrival.channel:
                 case Channel.ENGINE if self._operations.rejoin.is_current(arrival):
-                    self._take_report(m.decode_to_controller(arrival.frames[0]))
+                    report = m.decode_to_controller(arrival.frames[0])
+                    self._carries.before(report)
+                    self._take_report(report)
                 case Channel.ENGINE:
                     pass
                 case Channel.CONTROL:

@@ -47,8 +47,15 @@ class Carry(msgspec.Struct):
     """What the source has said that requests will be when their last steps have ended."""
     is_allotted: bool = False
     """Whether the destination knows this, and gives these requests their blocks."""
+    fitting: set[str] = set()
+    """Announced requests that the destination can hold if they are as was foretold."""
     exported: list[CarriedRequest] = []
     """What the source has said about the requests."""
+    unread: set[str] = set()
+    """Requests that were lost while their KV was read. They are no longer among ``ids``, but the
+    source's living engines keep their blocks until the destination reads no more."""
+    has_failed: bool = False
+    """Whether the destination has said that it could not read the KV."""
     reserved: int = 0
     """Blocks of the destination to which the requests' KV is copied ahead, or was."""
 

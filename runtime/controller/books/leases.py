@@ -120,7 +120,7 @@ class Leases:
         self._give_back_orphans()
 
     def hold(self, group: Unit) -> None:
-        """Note that members of a group read KV into its blocks, whoever dies meanwhile."""
+        """Note that a group's blocks are read, or read into, whoever dies meanwhile."""
         self._read_into[group] += 1
 
     def let_go(self, group: Unit) -> None:
@@ -129,7 +129,7 @@ class Leases:
         self._give_back_orphans()
 
     def _give_back_orphans(self) -> None:
-        """Return the blocks of groups whose leaders have died, unless they are still written to."""
+        """Return the blocks of groups whose leaders have died, unless somebody still reads."""
         for group in [group for group in self._orphans if not self._read_into[group]]:
             for engine, blocks in self._orphans.pop(group).items():
                 self.give_back(engine, group, blocks)

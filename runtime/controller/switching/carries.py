@@ -19,13 +19,13 @@ from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.carry_book import Carry, CarryStage
 from shoal.runtime.controller.books.core_book import CoreBook
 from shoal.runtime.controller.books.environment import Environment
-from shoal.runtime.controller.books.request import Request, continued
+from shoal.runtime.controller.books.request import Request
 from shoal.runtime.controller.books.statistics import SWITCH
 from shoal.runtime.controller.switching.carry_tally import Tally
-from shoal.runtime.controller.switching.destinations import Destinations
+from shoal.runtime.controller.switching.destinations import Destinations, is_led_alike
 from shoal.runtime.controller.switching.precopy import PreCopies
+from shoal.runtime.controller.switching.taking_over import TakingOver
 from shoal.runtime.protocol import messages as m
-from shoal.runtime.protocol.transport import front_identity
 
 log = logging.getLogger("shoal.controller")
 
@@ -58,6 +58,7 @@ class Carries:
         self._destinations = Destinations(books, capacity, ())
         self._ahead = PreCopies(env, books, capacity, self._send)
         self._tally = Tally()
+        self._taking_over = TakingOver(env, books, capacity)
 
     @property
     def running(self) -> bool:
@@ -126,7 +127,7 @@ class Carries:
             The requests that none of the units can take.
         """
         ahead = (carry for carry in self._book if carry.stage is CarryStage.AHEAD)
-        for carry in sorted(ahead, key=lambda each: _is_led_alike(each.source, each.destination)):
+        for carry in sorted(ahead, key=lambda each: is_led_alike(each.source, each.destination)):
             self._export_rest(carry)
         self._destinations = Destinations(self._books, self._capacity, units, self.apart)
         leaving, left = self._book.ids, list[Request]()
@@ -164,7 +165,7 @@ class Carries:
         divided = self._destinations.divide(source, requests)
         left = divided.pop(None, [])
         units = [unit for unit in divided if unit is not None]
-        for unit in sorted(units, key=lambda each: _is_led_alike(source, each)):
+        for unit in sorted(units, key=lambda each: is_led_alike(source, each)):
             chosen = divided[unit]
             carry = self._expect(source, unit, chosen, reason)
             self._export(carry, [request.id for request in chosen])
@@ -236,11 +237,25 @@ class Carries:
         self._tally.ended_early |= carry.ids - leaving
         carry.ids = leaving
         self._enter(carry, CarryStage.EXPORTED, math.inf)
-        self.settle()
+        self._settle()
         return True
 
+    def before(self, message: m.ToController | None = None) -> None:
+        """Do the books that must be done before a message is taken.
+
+        Args:
+            message: the message; None: it is not from an engine, or nothing more has come.
+        """
+        if message is None or not self._taking_over.can_wait(message):
+            self._taking_over.note()
+
     def settle(self) -> None:
-        """Go on with the carries whose destinations are bound. Call it when units have changed.
+        """Go on with the carries whose destinations are bound. Call it when units have changed."""
+        self._settle()
+        self._taking_over.note()
+
+    def _settle(self) -> None:
+        """Go on with carries; the books of requests that go on may be left to ``before``.
 
         Where a new group has too few blocks, its carries begin together, so that their requests can
         take turns. None comes later for that: a group's first copy queues up behind the last steps
@@ -269,34 +284,20 @@ class Carries:
         requests = [each for name, each in carry.announced.items() if name in carry.ids]
         if requests:
             carry.is_allotted = True
+            self._taking_over.foresee(carry, requests)
             self._send(carry.destination, m.Allot(carry.number, carry.destination, requests))
 
     def _import(self, carry: Carry, *, more: bool) -> None:
-        taken, moved = list[m.CarriedRequest](), list[Request]()
-        idle = self._capacity.idle(carry.destination)
-        for described in carry.exported:
-            request = self._requests.find(described.request_id)
-            if request is None or described.request_id not in carry.ids:
-                continue
-            whole = described.whole(carry.announced)
-            grown = continued(request, whole.tokens, self._clock())
-            if idle.can_hold(grown.seen):
-                moved.append(grown)
-                taken.append(described if carry.is_allotted else whole)
-        # Requests stand still until this comes, so the books wait.
+        taken = self._taking_over.choose(carry)
         message = m.Import(carry.number, carry.destination, carry.source, taken, more)
         self._send(carry.destination, message)
-        placed = dict[int, list[str]]()
-        for request in moved:
-            self._requests.carry(request, carry.destination)
-            placed.setdefault(request.client, []).append(request.id)
+        self._taking_over.owe(carry, taken)
         kept = carry.ids - {each.request_id for each in taken}
         self._keep(carry, kept)
         carry.ids -= kept
         carry.exported = []
-        for client, ids in placed.items() if not carry.destination.tier else ():
-            self._transport.to_control(front_identity(client), m.CarriedOn(ids, carry.destination))
         self._enter(carry, CarryStage.IMPORTING, self._clock() + self._timeout)
+        self._books.leases.hold(carry.source)
         if not taken:
             self._end(carry)
 
@@ -306,6 +307,11 @@ class Carries:
         if carry is None or carry.stage is not CarryStage.IMPORTING:
             # ``Import`` without requests has such an answer, but nothing awaits it.
             return not (message.carried or message.recomputed)
+        if carry.unread or message.failed:
+            carry.has_failed |= message.failed
+            if carry.unread and message.left == 0:
+                self._drop(carry)
+            return True
         self._count(carry, message)
         self._capacity.costs.observe_copy(carry.source, message)
         settled = {*message.carried, *message.recomputed}
@@ -321,10 +327,17 @@ class Carries:
             self._end(carry)
         return True
 
+    def _drop(self, carry: Carry) -> None:
+        """End a carry, whose source may use the blocks of its requests for others."""
+        self._send(carry.source, m.Drop(carry.source, sorted(carry.ids | carry.unread)))
+        self._end(carry)
+
     def _enter(self, carry: Carry, stage: CarryStage, deadline: float) -> None:
         carry.stage, carry.since, carry.deadline = stage, self._clock(), deadline
 
     def _end(self, carry: Carry) -> None:
+        if carry.stage is CarryStage.IMPORTING:
+            self._books.leases.let_go(carry.source)
         self._tally.ended = self._clock()
         self._book.end(carry, now=self._tally.ended)
 
@@ -381,8 +394,7 @@ class Carries:
                     (carry.destination, f"unit {unit} did not take over requests in time")
                 )
             else:
-                self._send(carry.source, m.Drop(carry.source, sorted(carry.ids)))
-                self._end(carry)
+                self._drop(carry)
         self.settle()  # others may have waited for one that has ended
         return broken
 
@@ -403,17 +415,27 @@ class Carries:
                 continue
             if carry.stage is CarryStage.IMPORTING:
                 damaged |= set() if to_dead else carry.ids
-                self._send(carry.source, m.Drop(carry.source, sorted(carry.ids)))
-                self._end(carry)
-            else:
-                self._forget(carry)
-                if not from_dead:
-                    redirected.append(carry)
-                    continue
+                self._lose(carry, is_read=not to_dead and not carry.has_failed)
+                continue
+            self._forget(carry)
+            if not from_dead:
+                redirected.append(carry)
+                continue
             self._statistics.requests.add("lost", amount=len(carry.ids))
         for carry in redirected:
             self._redirect(carry)
         return damaged
+
+    def _lose(self, carry: Carry, *, is_read: bool) -> None:
+        """Give up requests whose KV the destination reads, if it lives and can.
+
+        Blocks that it reads must not become other requests': whoever has found them in its prefix
+        cache meanwhile goes on. So the source's living engines get theirs when it has answered.
+        """
+        self._statistics.requests.add("lost", amount=len(carry.ids))
+        carry.unread, carry.ids = carry.unread | carry.ids, set()
+        if not is_read or self._engines.gone.issuperset(carry.source.engines):
+            self._drop(carry)
 
     def _redirect(self, carry: Carry) -> None:
         """Choose other destinations for requests whose destination has died.
@@ -426,12 +448,3 @@ class Carries:
         requests = [request for request in found if request is not None]
         left = self._ask(carry.source, requests, carry.reason)
         self._keep(carry, {request.id for request in left})
-
-
-def _is_led_alike(source: Unit, destination: Unit) -> bool:
-    """Return whether one engine leads both units of a carry.
-
-    It is busy with all of its exports before it can take in anything, while other engines wait. So
-    what goes to these is exported first.
-    """
-    return source.leader == destination.leader

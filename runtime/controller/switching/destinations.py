@@ -58,3 +58,12 @@ class Destinations:
         return min(
             near or able, key=lambda unit: (self._tokens[unit] / unit.size, unit), default=None
         )
+
+
+def is_led_alike(source: Unit, destination: Unit) -> bool:
+    """Return whether one engine leads both units of a carry.
+
+    It is busy with all of its exports before it can take in anything, while other engines wait. So
+    what goes to these is exported first.
+    """
+    return source.leader == destination.leader

@@ -253,10 +253,13 @@ class Carrying:
             self._answer(portion, copied)
             return
         # The source has died. The controller begins the requests again when it hears of that, or
-        # when it has had no answer for long.
+        # when it has had no other answer for long.
         log.warning("the KV of %d requests is lost: %s", len(copied.request_ids), copied.problem)
         lost = self._arrivals.pop(portion.carry)
         self._backend.cores[unit].abort([request.request_id for request in lost.waiting])
+        self._transport.to_controller(
+            m.Imported(portion.carry, self._backend.engine, unit, [], {}, 0, failed=True)
+        )
 
     def _admit_all(self) -> None:
         """Adopt more of all that have come."""

@@ -43,7 +43,7 @@ class Strip(NamedTuple):
 class Span(NamedTuple):
     """Tokens of a request, and the blocks of two members that hold them.
 
-    The first block of each list holds token 0.
+    The first block of each list begins with token 0: tokens are counted from there.
     """
 
     begin: int
@@ -113,7 +113,7 @@ def pieces(
     for strip in strips(source, target, engine, pages.geometry, max_sp):
         if strip.engine not in by_engine:
             spans = [
-                Span(r.begin, r.computed, r.source[strip.engine][group], blocks)
+                Span(r.begin - r.since, r.computed - r.since, r.source[strip.engine][group], blocks)
                 for r, blocks in zip(coming, targets, strict=True)
             ]
             by_engine[strip.engine] = runs(spans, of_source, of_target)

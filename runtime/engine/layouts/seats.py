@@ -54,17 +54,19 @@ class Seats:
             rests: what it says.
             writes: whether nobody else writes what is staged: no other requests begin.
         """
+        if not rests:
+            return
         states = self._runner.req_states
-        for rest in rests:
-            row = states.req_id_to_index[rest.request_id]
-            begin = int(states.prefill_len.np[row])
-            length = begin + len(rest.tokens)
+        rows = [states.req_id_to_index[rest.request_id] for rest in rests]
+        begins = states.prefill_len.np[rows]
+        for row, begin, rest in zip(rows, begins.tolist(), rests, strict=True):
             states.all_token_ids.stage_write(row, begin, rest.tokens)
-            states.prefill_len.np[row] = length
-            states.total_len.stage_write_elem(row, length)
-            states.num_computed_tokens.stage_write_elem(row, rest.computed)
-            self._seated.remove(rest.request_id)
-        if rests and writes:
+        lengths = begins + [len(rest.tokens) for rest in rests]
+        states.prefill_len.np[rows] = lengths
+        _stage(states.total_len, rows, lengths.tolist())
+        _stage(states.num_computed_tokens, rows, [rest.computed for rest in rests])
+        self._seated.difference_update([rest.request_id for rest in rests])
+        if writes:
             with torch.inference_mode():
                 states.apply_staged_writes()
 
@@ -120,6 +122,15 @@ def _drawing_for(request_id: str) -> Iterator[None]:
         yield
     finally:
         mtrand.set_bit_generator(of_layout)
+
+
+def _stage(table: Any, rows: list[int], values: list[int]) -> None:
+    """Do what ``StagedWriteTensor.stage_write_elem`` does, for many rows at once."""
+    table._staged_write_indices.extend(rows)
+    table._staged_write_starts.extend([0] * len(rows))
+    done = len(table._staged_write_contents)
+    table._staged_write_contents.extend(values)
+    table._staged_write_cu_lens.extend(range(done + 1, done + len(rows) + 1))
 
 
 def _unstage(table: Any) -> None:

@@ -166,13 +166,15 @@ class Arrival(msgspec.Struct, frozen=True):
     source: dict[int, list[list[int]]] = {}
     """The physical blocks that have the KV: by member of ``Carry.source``, for each KV group."""
     target: dict[int, list[list[int]]] = {}
-    """The physical blocks that are to have it: by member of the unit, for each KV group. The first
-    block of each list holds token 0, also when ``begin`` is larger."""
+    """The physical blocks that are to have it: by member of the unit, for each KV group."""
     adapter: Any = None
     """vLLM's ``LoRARequest``, if it names one."""
     features: list[Any] = []
     """vLLM's ``MultiModalFeatureSpec`` of its images; those whose KV is there have no tensors that
     only the encoder reads. Empty for V2 model runners."""
+    since: int = 0
+    """The token that the first block of each list begins with, at most ``begin``: blocks of which
+    nothing is read need not be named."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,19 @@ these, and some for the tokens that it makes until it comes. That is most of the
 waits for it then. All that is left to do when they are allotted is to see that they suffice.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, resolve_block_hashes
 from vllm.v1.request import Request
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.protocol.messages import AHEAD_TOKENS
+from shoal.runtime.protocol.messages import AHEAD_TOKENS, CarriedRequest
 
+Blocks = dict[int, list[list[int]]]
+"""By member, the blocks of a request, for each KV group."""
 PhysicalBlocks = Callable[[Sequence[int]], Mapping[int, list[int]]]
 """Turns block ids of the core into the ids of each member."""
 
@@ -32,7 +36,7 @@ class Place(NamedTuple):
     """How many of these its unit had in its prefix cache."""
     groups: Sequence[list[int]]
     """The core's ids of the blocks of its computed tokens, for each KV group."""
-    by_member: dict[int, list[list[int]]]
+    by_member: Blocks
     """The same as each member's own ids."""
 
 
@@ -68,7 +72,7 @@ class CarriedBlocks:
         )
         return groups
 
-    def by_member(self, groups: Sequence[list[int]]) -> dict[int, list[list[int]]]:
+    def by_member(self, groups: Sequence[list[int]]) -> Blocks:
         """Return each member's own ids of blocks of the core, for each KV group."""
         mapped = [self._physical(group) for group in groups]
         return {engine: [group[engine] for group in mapped] for engine in self._unit.engines}
@@ -266,6 +270,30 @@ class CarriedBlocks:
             filled += blocks
         return begin, filled
 
+    def to_read(
+        self, begin: int, carried: CarriedRequest, place: Place
+    ) -> tuple[Blocks, Blocks, int]:
+        """Return the blocks of which anything is read, and those that it goes to.
+
+        Of long requests that were copied ahead these are few, and every member is sent them.
+
+        Args:
+            begin: the first token that is read.
+            carried: has the blocks with the KV.
+            place: has the others.
+
+        Returns:
+            The ones, the others, and the token that the first of all these begins with.
+        """
+        size, other = self.block_tokens, carried.block_tokens
+        if not other or begin < (together := math.lcm(size, other)):
+            return carried.blocks, place.by_member, 0
+        since = begin - begin % together
+        named, filled = since // other, since // size
+        source = {e: [group[named:] for group in of] for e, of in carried.blocks.items()}
+        target = {e: [group[filled:] for group in of] for e, of in place.by_member.items()}
+        return source, target, since
+
     # --- vLLM's ---
 
     def looks_up(self, request: Request) -> bool:
@@ -280,13 +308,13 @@ class CarriedBlocks:
         )
         return hashes
 
-    @property
+    @cached_property
     def managers(self) -> Sequence[Any]:
         """VLLM's managers of the groups of KV blocks."""
         managers: Sequence[Any] = self._manager.coordinator.single_type_managers
         return managers
 
-    @property
+    @cached_property
     def block_tokens(self) -> int:
         """Tokens of a block, in every group of KV blocks (``check_kv_groups``)."""
         return int(self.managers[0].block_size)

@@ -7,7 +7,7 @@ one whose KV came from elsewhere.
 
 import bisect
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import attrgetter
@@ -25,7 +25,7 @@ from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.agent.results import Adoption, Copied
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all
-from shoal.runtime.engine.scheduler.carried_blocks import CarriedBlocks, PhysicalBlocks
+from shoal.runtime.engine.scheduler.carried_blocks import Blocks, CarriedBlocks, PhysicalBlocks
 from shoal.runtime.engine.scheduler.grammar_replay import GrammarReplay
 from shoal.runtime.protocol.messages import CarriedRequest, Fallback
 
@@ -66,6 +66,8 @@ class CarriedRequests:
         self._filled: dict[str, list[int]] = {}
         self._copying: list[_Copy] = []
         self._begun = 0
+        self.is_seated: Callable[[Request], bool] = lambda _: False
+        """``Beginnings.begins_in_its_row``."""
         self.shares_kv = True
         """Whether the members can read other engines' KV."""
         _estimate_once(self._scheduler.kv_cache_manager)
@@ -130,6 +132,7 @@ class CarriedRequests:
             self.blocks.by_member(self.blocks.computed(request)) if computed else {},
             request.num_tokens,
             stats.num_local_cached_tokens if stats is not None and not tokens else 0,
+            self.blocks.block_tokens,
         )
 
     def keep(self, request_ids: Sequence[str]) -> None:
@@ -233,7 +236,7 @@ class CarriedRequests:
         if place is None:
             return False
         request.num_computed_tokens = max(place.begin, carried.computed)
-        self._take(request)
+        self._take(request, runs=self.is_seated(request))
         if not carried.tokens:
             request.prefill_stats.set(request.num_prompt_tokens, carried.cached, 0)
             if self._scheduler.log_stats:
@@ -241,15 +244,17 @@ class CarriedRequests:
                 request.record_event(EngineCoreEventType.QUEUED)
         begin, filled = self.blocks.to_fill(request, place)
         self._filled[request.request_id] = filled
-        self._tell(source, self._arrival(request, begin, carried.blocks, place.by_member))
+        named = self.blocks.to_read(begin, carried, place)
+        self._tell(source, self._arrival(request, begin, *named))
         return True
 
     def _arrival(
         self,
         request: Request,
         begin: int = 0,
-        source: dict[int, list[list[int]]] | None = None,
-        target: dict[int, list[list[int]]] | None = None,
+        source: Blocks | None = None,
+        target: Blocks | None = None,
+        since: int = 0,
     ) -> instructions.Arrival:
         # A V2 model runner learns the rest from the step that resumes the request.
         learns, mrope = not self._scheduler.use_v2_model_runner, self._scheduler.model_uses_mrope
@@ -265,12 +270,13 @@ class CarriedRequests:
             target or {},
             request.lora_request if learns else None,
             uncovered if learns else [],
+            since,
         )
 
-    def _take(self, request: Request) -> None:
-        """Make a request one of the core's, in the state of one that was preempted."""
+    def _take(self, request: Request, *, runs: bool = False) -> None:
+        """Make a request one of the core's: one that runs, or one that was preempted."""
         scheduler, request_id = self._scheduler, request.request_id
-        request.status = RequestStatus.PREEMPTED
+        request.status = RequestStatus.RUNNING if runs else RequestStatus.PREEMPTED
         # The front end orders the outputs of several units by this number.
         request.prefill_stats.set(request.num_tokens, 0, 0)
         scheduler.prev_step_scheduled_req_ids.discard(request_id)
@@ -279,7 +285,10 @@ class CarriedRequests:
             # forget it afterwards, with the next step.
             scheduler.finished_req_ids.discard(request_id)
         scheduler.requests[request_id] = request
-        if request.use_structured_output:
+        if runs:
+            # vLLM preempts the last one first.
+            bisect.insort(scheduler.running, request, key=attrgetter("arrival_time"))
+        elif request.use_structured_output:
             manager = self._engine_core.structured_output_manager
             self._replays[request_id] = GrammarReplay(manager, request)
         else:
@@ -364,7 +373,7 @@ class CarriedRequests:
                 raise RunnerDied(f"a copy of KV that other requests use has failed: {problem}")
         if self.blocks.are_allotted(spoilt):
             raise RunnerDied(f"a copy of KV that others are to use has failed: {problem}")
-        self._block_pool.evict_blocks(spoilt)
+        self._scheduler.kv_cache_manager.block_pool.evict_blocks(spoilt)
 
     @property
     def latest_copy(self) -> int:
@@ -396,10 +405,11 @@ class CarriedRequests:
         if forgotten & self._filled.keys():
             # Its blocks may become another request's, which must be read later.
             self.copy()
+        evict = self._scheduler.kv_cache_manager.block_pool.evict_blocks
         for copy in self._copying:
             for request_id in forgotten & copy.filled.keys():
                 # If the copy fails, that concerns no request that is begun again under this name.
-                self._block_pool.evict_blocks(set(copy.filled.pop(request_id)))
+                evict(set(copy.filled.pop(request_id)))
         for request_id in forgotten:
             self._parked.pop(request_id, None)
             self._announced.pop(request_id, None)
@@ -416,10 +426,6 @@ class CarriedRequests:
     def num_aside(self) -> int:
         """Requests that wait for their grammar, and are in none of vLLM's queues."""
         return len(self._aside())
-
-    @property
-    def _block_pool(self) -> Any:
-        return self._scheduler.kv_cache_manager.block_pool
 
 
 def _estimate_once(manager: Any) -> None:

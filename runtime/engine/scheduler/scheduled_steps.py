@@ -25,6 +25,8 @@ class InFlight:
     work: Work
     copy: int
     """The last copy that was begun before it (``CarriedRequests.latest_copy``)."""
+    seated: Sequence[str] = ()
+    """Requests that run for vLLM's scheduler, although this is their first step here."""
     gone: set[str] = field(default_factory=set)
     """Requests that were aborted since. They may have been begun again, under the same names."""
 
@@ -73,10 +75,11 @@ def work_of(scheduled: SchedulerOutput) -> Work:
     return structs.replace(work, drafts=sum(map(len, drafts.values()))) if drafts else work
 
 
-def beginning(scheduled: SchedulerOutput) -> Iterator[str]:
+def beginning(step: InFlight) -> Iterator[str]:
     """Yield the requests that begin, or begin again, with a step."""
-    yield from (new.req_id for new in scheduled.scheduled_new_reqs)
-    yield from scheduled.scheduled_cached_reqs.resumed_req_ids
+    yield from (new.req_id for new in step.scheduled.scheduled_new_reqs)
+    yield from step.scheduled.scheduled_cached_reqs.resumed_req_ids
+    yield from step.seated
 
 
 def awaits_tokens(scheduled: SchedulerOutput) -> bool:
@@ -92,7 +95,7 @@ def are_steady(steps: Sequence[InFlight]) -> bool:
     here: without the token of the first step.
     """
     first, last = (steps[nth].scheduled for nth in (0, -1))
-    begins = any(True for _ in beginning(first))
+    begins = any(True for _ in beginning(steps[0]))
     if begins or any(step.work.prefill_tokens for step in steps):
         return False
     return bool(first.num_scheduled_tokens.keys() <= last.num_scheduled_tokens.keys())

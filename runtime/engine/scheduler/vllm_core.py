@@ -92,6 +92,7 @@ class VllmCore:
         channel = self._executor.channel
         self._beginnings = Beginnings(self._scheduler, channel)
         self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
+        self._carried.is_seated = self._beginnings.begins_in_its_row
         self._ahead = BlocksAhead(unit, self._scheduler, channel, self._carried)
         self._vacated = VacatedBlocks(self._scheduler, channel, self._carried, self._physical)
 
@@ -211,7 +212,7 @@ class VllmCore:
 
     def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:
         """See ``interface.Core.pin``."""
-        begun = {name for step in self._in_flight for name in beginning(step.scheduled)}
+        begun = {name for step in self._in_flight for name in beginning(step)}
         return self._ahead.pin(carry, request_ids, begun)
 
     def unpin(self, carry: int) -> None:
@@ -379,7 +380,8 @@ class VllmCore:
         mode = self.shift.mode(tokens)
         told, begun = self._beginnings.tell(scheduled)
         seq, future = self._executor.run_step(told, grammar, sample=sample, mode=mode, begun=begun)
-        step = InFlight(seq, scheduled, future, mode, work_of(scheduled), self._carried.latest_copy)
+        copy, seated = self._carried.latest_copy, [rest.request_id for rest in begun.seated]
+        step = InFlight(seq, scheduled, future, mode, work_of(scheduled), copy, seated)
         self._in_flight.append(step)
         self._ahead.forget(())  # those that were adopted before this step
         if not sample:

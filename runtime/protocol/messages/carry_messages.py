@@ -25,6 +25,8 @@ class CarriedRequest(msgspec.Struct, frozen=True):
     """How many tokens it has, prompt and output: the next unit needs blocks for all of them."""
     cached: int = 0
     """How many tokens of its prompt its unit found in its prefix cache, if it has no output yet."""
+    block_tokens: int = 0
+    """Tokens of each of ``blocks``; 0: that is not said."""
     is_rest: bool = False
     """Whether it was announced (``Leaving``) and is as it was foretold: then ``tokens`` are those
     since, and ``blocks`` is empty."""
@@ -278,3 +280,5 @@ class Imported(Message, frozen=True):
     """What the copy took the slowest member."""
     host_bytes: int = 0
     """How many of the bytes have come through memory of the host."""
+    failed: bool = False
+    """Whether the KV could not be read. Then no request goes on, and this is the last answer."""

@@ -1,7 +1,9 @@
 """Carries, with engines that the test plays: each stage, and each failure in each stage."""
 
+from functools import partial
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from shoal.policies.values.layouts import Unit, alone
@@ -107,6 +109,48 @@ def test_front_ends_hear_where_a_request_goes_on() -> None:
     node.answer(0, m.Exported(1, 0, alone(0), described("a")))
     notes = node.network.control_replies[front_identity(0)]
     assert m.CarriedOn(["a"], PAIR) in notes
+
+
+def test_units_hear_of_requests_before_the_books_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, _ = exporting()
+    sent, transport = list[type[m.Message]](), node.network.controller
+
+    def note(send: Any, peer: Any, message: m.Message) -> None:
+        sent.append(type(message))
+        send(peer, message)
+
+    for name in ("to_engine", "to_control"):
+        monkeypatch.setattr(transport, name, partial(note, getattr(transport, name)))
+    for number, engine, request_id in ((1, 0, "a"), (2, 1, "b")):
+        node.say(engine, m.Load(engine, alone(engine), 0, 0, 9, 1, []))
+        node.say(engine, m.Exported(number, engine, alone(engine), described(request_id)))
+    node.controller.turn()
+    assert sent[:4] == [m.Import, m.Import, m.CarriedOn, m.CarriedOn]
+    assert {node.books.requests.where(name) for name in "ab"} == {PAIR}
+
+
+def test_what_a_unit_says_of_requests_finds_the_books_done() -> None:
+    """Its report comes in one batch with the answer that sent it the requests."""
+    node, _ = exporting()
+    node.say(0, m.Exported(1, 0, alone(0), described("a")))
+    node.say(0, m.Load(0, PAIR, 0, 0, 9, 1, ["a"]))
+    node.say(1, m.Exported(2, 1, alone(1), described("b")))
+    node.turn()
+    assert node.books.requests.where("a") is None
+    assert node.value("shoal_requests_total", Outcome.FINISHED) == 1
+    assert node.value("shoal_stale_messages_total") == 0
+
+
+def test_other_work_waits_for_the_next_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, _ = exporting()
+    done = list[None]()
+    monkeypatch.setattr(node.controller._utility_calls, "tick", lambda: done.append(None))
+    node.say(0, m.Exported(1, 0, alone(0), described("a")))
+    node.controller.turn()
+    assert done == []
+    node.say(1, m.Exported(2, 1, alone(1), described("b")))
+    node.controller.turn()
+    assert done == [None]
 
 
 def test_a_switch_is_over_when_all_have_been_taken_over() -> None:
@@ -540,3 +584,95 @@ def test_a_lease_is_large_enough_for_what_is_carried() -> None:
     assert capacity.lease_for(PAIR) == 150, "no more than is free"
     node.books.carries.end(carry, now=0.0)
     assert capacity.lease_for(PAIR) == LEASE_BLOCKS
+
+
+# --- blocks of a source of which some engines live ---
+
+
+def read_from_a_quad() -> tuple[ScriptedNode, int, list[str]]:
+    """Return a node whose engine 1 reads requests that four engines have left.
+
+    Also returned are the carry's number and these requests.
+    """
+    node = node_with(**dict.fromkeys("abcd", ALL))
+    node.switch(*SINGLES, treatment=m.Treatment.HARD)
+    node.clock.advance(31.0)
+    node.turn()
+    (carry,) = [each for each in node.books.carries if each.destination == alone(1)]
+    ids = sorted(carry.ids)
+    node.answer(0, m.Exported(carry.number, 0, ALL, described(*ids)))
+    node.take()
+    return node, carry.number, ids
+
+
+def dropped(node: ScriptedNode, ids: list[str]) -> list[int]:
+    """Return the engines that have been told to drop some requests."""
+    return [engine for engine, told in node.take(m.Drop) if set(ids) <= set(told.request_ids)]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_dead_units_blocks_stay_while_they_are_read(failed: bool) -> None:
+    node, number, ids = read_from_a_quad()
+    node.kill(3)
+    assert set(ids) <= set(node.interrupted())
+    assert dropped(node, ids) == []
+    carried = [] if failed else ids
+    node.answer(1, m.Imported(number, 1, alone(1), carried, {}, 0, failed=failed))
+    assert dropped(node, ids) == [0]
+    assert number not in {carry.number for carry in node.books.carries}
+    assert node.value("shoal_carried_requests_total", "lost") == 4
+    assert node.value("shoal_stale_messages_total") == 0
+
+
+def test_portions_of_a_dead_units_requests_are_waited_for() -> None:
+    node, number, ids = read_from_a_quad()
+    node.kill(3)
+    node.answer(1, m.Imported(number, 1, alone(1), ids, {}, 1))
+    assert dropped(node, ids) == []
+    node.answer(1, m.Imported(number, 1, alone(1), [], {}, 0))
+    assert dropped(node, ids) == [0]
+
+
+def test_blocks_that_could_not_be_read_are_free_when_the_death_is_known() -> None:
+    node, number, ids = read_from_a_quad()
+    node.answer(1, m.Imported(number, 1, alone(1), [], {}, 0, failed=True))
+    assert dropped(node, ids) == []
+    node.kill(3)
+    assert set(ids) <= set(node.interrupted())
+    assert dropped(node, ids) == [0]
+
+
+def test_blocks_of_a_dead_unit_are_free_when_their_reader_dies() -> None:
+    node, _, ids = read_from_a_quad()
+    node.kill(3)
+    node.take()
+    node.kill(1)
+    assert dropped(node, ids) == [0]
+
+
+def test_a_dead_units_blocks_are_free_in_the_end() -> None:
+    """A destination that does not answer at all is not lost: the requests are elsewhere."""
+    node, _, ids = read_from_a_quad()
+    node.kill(3)
+    node.take()
+    node.clock.advance(5.0)
+    node.turn()
+    assert dropped(node, ids) == [0]
+    assert 1 not in node.books.engines.gone
+
+
+def test_a_request_that_begins_again_is_no_longer_read() -> None:
+    """The next death must not take it for damaged again."""
+    node, _, ids = read_from_a_quad()
+    node.kill(3)
+    before = node.interrupted()
+    node.kill(2)
+    assert {name: node.interrupted()[name] for name in ids} == {name: before[name] for name in ids}
+
+
+def test_what_a_dead_leader_held_stays_while_it_is_read() -> None:
+    node, number, ids = read_from_a_quad()
+    node.kill(0)
+    assert node.books.leases.blocks_of(1)
+    node.answer(1, m.Imported(number, 1, alone(1), ids, {}, 0))
+    assert node.books.leases.blocks_of(1) == set()

@@ -7,6 +7,7 @@ import pytest
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.engine.agent.carrying import ROOM_SECONDS, TOGETHER_SECONDS
+from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -144,6 +145,16 @@ def test_a_unit_exports_nothing_before_its_own_copy_has_ended() -> None:
 
 
 # --- the destination ---
+
+
+def test_kv_that_could_not_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller lets nobody have the blocks before that."""
+    bench = started(step_seconds=STEP, copy_seconds=2.0)
+    expect(bench, "r")
+    assert take_in(bench, carried("r")) == []
+    lost = [Copied(["r"], 0, 0.0, "engine 1 has ended")]
+    monkeypatch.setattr(bench.backend.own, "copied", lambda: [lost.pop()] if lost else [])
+    assert only(bench.turn(), m.Imported) == m.Imported(CARRY, 0, OWN, [], {}, 0, failed=True)
 
 
 def test_imported_requests_go_on(bench: Bench) -> None:

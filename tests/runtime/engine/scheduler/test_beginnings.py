@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.request import Request
 
@@ -15,8 +16,10 @@ from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel
 from shoal.runtime.engine.scheduler import beginnings as beginnings_module
 from shoal.runtime.engine.scheduler.beginnings import Beginnings
+from shoal.runtime.engine.scheduler.block_holders import preempt
+from shoal.runtime.engine.scheduler.scheduled_steps import beginning
 from tests.runtime.engine.prompts import random_prompts
-from tests.runtime.engine.scheduler.toy_engines import Make, ToyEngines
+from tests.runtime.engine.scheduler.toy_engines import Make, ToyEngines, undisturbed
 
 PROMPT = [*range(100_000, 104_000), 0]
 
@@ -308,3 +311,95 @@ def test_a_seat_is_no_place_for_two(make: Make) -> None:
     known = engines.group._beginnings._introduced.values()
     v2 = engines.runners[engines.group.unit].v2
     assert sum(each.blocks is not None for each in known) == int(v2)
+
+
+def test_a_request_that_was_preempted_where_it_is_seated_keeps_its_seat(make: Make) -> None:
+    """Runners have not been told that it was preempted: no step has come since."""
+    engines, names = foretold(make, requests=1)
+    own, group = engines.own[0], engines.group
+    preempt(own._scheduler, names)
+    engines.carry(own, group, names)
+    engines.step(group, 3)
+    engines.carry(group, own, names, foretold=True)
+    engines.finish(own)
+    (prompt,) = random_prompts((20,), seed=2)
+    assert engines.tokens[names[0]] == undisturbed(make, prompt)
+    v2 = engines.runners[own.unit].v2
+    assert engines.runners[own.unit].seated == int(v2)
+
+
+def running(engines: ToyEngines) -> list[str]:
+    return [request.request_id for request in engines.group._scheduler.running]
+
+
+def test_a_request_that_comes_to_its_seat_runs_at_once(make: Make) -> None:
+    engines, names = foretold(make, requests=3)
+    # The order in which they come says nothing: vLLM preempts the one that arrived last.
+    engines.carry(engines.own[0], engines.group, names[::-1], foretold=True)
+    v2 = engines.runners[engines.group.unit].v2
+    assert running(engines) == (names if v2 else [])
+    engines.step(engines.group)
+    assert running(engines) == names
+
+
+@pytest.mark.parametrize("ends", ["aborted", "preempted", "left out"])
+def test_others_go_on_if_one_that_has_come_does_not_begin(make: Make, ends: str) -> None:
+    expected = {}
+    for number, prompt in enumerate(random_prompts((20, 20), seed=2)):
+        expected[f"r{number}"] = undisturbed(make, prompt)
+    engines, names = foretold(make)
+    scheduler = engines.group._scheduler
+    if ends == "left out":
+        scheduler.max_num_active_reqs = 1
+    engines.carry(engines.own[0], engines.group, names, foretold=True)
+    if ends == "aborted":
+        engines.group.abort(["r1"])
+    if ends == "preempted" and running(engines):
+        preempt(scheduler, ["r1"])
+        assert running(engines) == ["r0"]
+    engines.step(engines.group)
+    assert engines.audit() == []
+    scheduler.max_num_active_reqs = scheduler.max_num_running_reqs
+    engines.finish(engines.group)
+    assert engines.tokens["r0"] == expected["r0"]
+    if ends != "aborted":
+        assert engines.tokens["r1"] == expected["r1"]
+    assert kept(engines) == (0, 0)
+    assert engines.group._beginnings._begun == {}
+
+
+def test_a_request_that_has_not_begun_may_wait_in_its_seat(make: Make) -> None:
+    """Steps may have no tokens left for it."""
+    engines, names = foretold(make)
+    scheduler = engines.group._scheduler
+    engines.carry(engines.own[0], engines.group, names, foretold=True)
+    most, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, 1
+    engines.step(engines.group)
+    assert engines.tokens[names[0]] != []
+    scheduler.max_num_scheduled_tokens = most
+    engines.finish(engines.group)
+    prompts = random_prompts((20, 20), seed=2)
+    assert [engines.tokens[name] for name in names] == [undisturbed(make, p) for p in prompts]
+
+
+def test_a_request_that_begins_in_its_seat_is_no_steady_one(make: Make) -> None:
+    """What it found in the prefix cache may be what a step in flight is about to write."""
+    engines, names = foretold(make)
+    engines.carry(engines.own[0], engines.group, names, foretold=True)
+    engines.group.dispatch()
+    assert sorted(beginning(engines.group._in_flight[0])) == names
+
+
+def test_a_step_uses_no_more_adapters_than_it_can(make: Make) -> None:
+    engines, names = foretold(make, requests=3)
+    scheduler = engines.group._scheduler
+    scheduler.lora_config = SimpleNamespace(max_loras=1)
+    for number, name in enumerate(names):
+        engines.group.expect(name, engines.frames[name])
+        request = engines.group._carried.expected(name)
+        assert request is not None
+        request.lora_request = LoRARequest(f"a{number}", max(1, number), "nowhere")
+    engines.carry(engines.own[0], engines.group, names, expected=True, foretold=True)
+    v2 = engines.runners[engines.group.unit].v2
+    assert running(engines) == (names[:2] if v2 else [])
+    assert engines.group.load.running + engines.group.load.waiting == 3

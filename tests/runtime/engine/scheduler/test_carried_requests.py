@@ -254,6 +254,11 @@ def test_what_the_destination_has_cached_is_not_read(make: Make) -> None:
     read = engines.runners[alone(1)].read
     # The last request ended with as many outputs and more, and they are cached too.
     assert read == carried.computed % TOKENS
+    sent = engines.runners[alone(1)].sent
+    (copy,) = [each for each in sent if isinstance(each, instructions.Carry)]
+    (named,) = copy.requests
+    blocks = [*named.source[0], *named.target[1]]
+    assert [len(group) for group in blocks] == [1, 1], "runners are not told of others"
     engines.finish(engines.own[1])
     assert engines.tokens["r"] == engines.tokens["before"]
 
@@ -585,9 +590,10 @@ def test_blocks_outside_the_window_are_neither_read_nor_found(
     begin = carried[0].computed - window + 1
     assert arrival.begin == (0 if others else begin)
     source, target = arrival.source[0][-1], arrival.target[1][-1]
-    assert not any(target[: begin // 8])
-    assert all(source[at // TOKENS] for at in range(begin, arrival.computed))
-    assert all(target[at // 8] for at in range(begin, arrival.computed))
+    assert not any(target[: (begin - arrival.since) // 8])
+    read = range(begin - arrival.since, arrival.computed - arrival.since)
+    assert all(source[at // TOKENS] for at in read)
+    assert all(target[at // 8] for at in read)
     cached = {block.block_id for block in engines.group.block_pool.blocks if block.block_hash}
     table = engines.group._scheduler.kv_cache_manager.get_block_ids("r")[-1]
     assert table[begin // 8] not in cached or begin % 8 == 0

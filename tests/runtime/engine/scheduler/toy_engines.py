@@ -218,7 +218,7 @@ class Runners:
             for one in carry.requests
             if one.source and one.begin < one.computed
             for group in one.target[engine]
-            for block in group[one.begin // size :]
+            for block in group[(one.begin - one.since) // size :]
             if block
         ]
         assert len(set(filled)) == len(filled), "requests are read in any order"
@@ -262,6 +262,7 @@ class Runners:
             owner = next(e for e in source.engines if head in heads_of(source, e))
             for having, wanting in zip(one.source[owner], one.target[engine], strict=True):
                 for at in range(one.begin, one.computed):
+                    at -= one.since
                     if having[at // block_tokens(source)] and wanting[at // block_tokens(target)]:
                         value = self._memories[owner].read(source, having, head, at)
                         self._memories[engine].write(target, wanting, head, at, value)
@@ -345,7 +346,9 @@ class Runners:
                     self._memories[engine].write(self.unit, blocks, head, at, value)
 
     def _learn(self, scheduled: SchedulerOutput) -> None:
-        for request_id in scheduled.finished_req_ids:
+        # As ``GPUModelRunner.finish_requests``: V2 model runners forget what was preempted, too.
+        preempted = scheduled.preempted_req_ids or set[str]()
+        for request_id in scheduled.finished_req_ids | (preempted if self.v2 else set()):
             self._known.pop(request_id, None)
             self._batch.discard(request_id)
         for new in scheduled.scheduled_new_reqs:
