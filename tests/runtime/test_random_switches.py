@@ -69,7 +69,7 @@ def test_random_life(seed: int, max_pp: int, max_sp: int, changes: int, ahead: i
     assert (node.value("shoal_precopies_total", outcome="copied") > 5) == (ahead != NEVER)
     if max_sp > 1:
         assert run.shifts > OPERATIONS // 20
-        assert node.value("shoal_steps_total", mode="sp") > OPERATIONS // 20
+        assert node.value("shoal_steps_total", mode="sp") > OPERATIONS // 25
         assert node.value("shoal_steps_total", mode="tp") > OPERATIONS // 20
 
 

@@ -144,7 +144,7 @@ def test_a_run_that_is_killed_has_kept_what_had_ended(
         pass
 
     monkeypatch.setattr(traffic, "ServerProcess", Ready)
-    monkeypatch.setattr(traffic, "_enter", enter)
+    monkeypatch.setattr(traffic, "enter", enter)
     monkeypatch.setattr(traffic._Taker, "_run", killed)
     with pytest.raises(KeyboardInterrupt):
         traffic.main([*arguments, "--layouts", "dp"])

