@@ -1,4 +1,4 @@
-"""Several processes run the tests: no module in two of them, nor real engines."""
+"""Several processes run the tests: no module in two of them, and real engines in three groups."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONG
+from tests.conftest import HALF, LONG, PROGRAMS, REAL_TOO, process_of
 from tests.conftest import REAL as REAL_ENGINES
 
 TESTS = """
@@ -69,7 +69,18 @@ def test_real_engines_come_first(tmp_path: Path) -> None:
 
 def test_what_is_named_as_long_exists() -> None:
     root = Path(__file__).parents[1]
-    assert [name for name in LONG if name != REAL_ENGINES and not (root / name).exists()] == []
+    modules = set(LONG) - {REAL_ENGINES, REAL_TOO, PROGRAMS}
+    assert [name for name in modules if not (root / name).exists()] == []
+    assert [begin for begin in (*HALF, PROGRAMS) if not [*root.glob(f"{begin}*")]] == []
+
+
+def test_real_engines_have_two_processes_and_programs_one() -> None:
+    engine = "tests/runtime/engine"
+    modules = [f"{engine}/test_real_{name}.py" for name in ("memory", "tokens", "v2")]
+    modules += ["tests/server/test_parity_real.py", f"{engine}/test_really.py"]
+    found = [process_of(f"{module}::test_it") for module in modules]
+    assert found == [REAL_ENGINES, REAL_TOO, PROGRAMS, REAL_TOO, modules[-1]]
+    assert process_of(f"{modules[-1]}::test_real_one[x]") == REAL_ENGINES
 
 
 def test_modules_and_all_real_engines_stay_in_one_process(tmp_path: Path) -> None:
