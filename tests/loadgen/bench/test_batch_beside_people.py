@@ -16,7 +16,7 @@ from shoal.loadgen.bench.batch_beside_people import (
 from shoal.server.errors import UserError
 
 FAKE = ("--fake-engine", "--fake-step-ms", "20", "--max-num-seqs", "8")
-PEOPLE = "poisson --rate 4 --duration 3 --prompt-tokens 100:200 --output-tokens 5:20"
+PEOPLE = "poisson --rate 8 --duration 1.5 --prompt-tokens 100:200 --output-tokens 5:20"
 
 
 def arguments(out: Path, *more: str) -> list[str]:
