@@ -218,11 +218,11 @@ def test_the_responses_route_answers(client: openai.OpenAI, layout: str) -> None
     assert answer.usage.output_tokens == 8
 
 
-def test_streams_are_the_same_while_the_layout_is_switched_50_times(
+def test_streams_are_the_same_while_the_layout_is_switched_25_times(
     node: ServedNode, http: httpx.Client
 ) -> None:
     switch(http, ALONE)
-    assert asyncio.run(_streams_under_switches(node)) >= 50
+    assert asyncio.run(_streams_under_switches(node)) >= 25
     audit = http.post("/admin/audit").json()
     assert audit["problems"] == []
 
@@ -238,7 +238,7 @@ async def _streams_under_switches(node: ServedNode) -> int:
             chunks = await client.completions.create(
                 model=MODEL,
                 prompt=f"Sea number {number}: " * 4,
-                max_tokens=400,
+                max_tokens=200,
                 temperature=0,
                 stream=True,
                 extra_body={"ignore_eos": True},
@@ -248,7 +248,7 @@ async def _streams_under_switches(node: ServedNode) -> int:
         alone = [await stream(number) for number in range(4)]
         running = [asyncio.create_task(stream(number)) for number in range(4)]
         switches = 0
-        while switches < 50 or not all(task.done() for task in running):
+        while switches < 25 or not all(task.done() for task in running):
             units = TOGETHER if switches % 2 == 0 else ALONE
             answer = await admin.post("/admin/layout", json={"units": units, "preempt": "hard"})
             assert answer.status_code == 200, answer.text

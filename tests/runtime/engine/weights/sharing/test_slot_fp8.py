@@ -153,8 +153,7 @@ def test_gate_and_up_get_one_scale_unless_they_are_one_weight(
 # --- outputs ---
 
 
-@pytest.mark.parametrize("kind", [on_cpu, on_simulated_gpu])
-@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize(("share", "kind"), [(2, on_cpu), (4, on_cpu), (4, on_simulated_gpu)])
 @pytest.mark.parametrize("name", LOADED)
 def test_all_layouts_compute_what_they_do_with_whole_weights(
     tmp_path: Path, name: str, share: int, kind: Kind, monkeypatch: pytest.MonkeyPatch
