@@ -120,7 +120,8 @@ class Background:
         )
         rooms = [_Room(self, unit, snapshot) for unit in snapshot.units]
         rooms = [room for room in rooms if room.unit.serving]
-        self._see_people(snapshot, [self._occupancy(room) for room in rooms], needed=True)
+        units = [self._occupancy(room, is_only=len(rooms) == 1) for room in rooms]
+        self._see_people(snapshot, units, needed=True)
         for room in rooms:
             spared = room.unit.unit in self._spared.units
             self._take_out(room, everything=waits or not spared)
@@ -129,14 +130,14 @@ class Background:
             return Plan()
         return Plan(dispatches=tuple(self._starts(snapshot, rooms)))
 
-    def _occupancy(self, room: "_Room") -> Occupancy:
+    def _occupancy(self, room: "_Room", *, is_only: bool) -> Occupancy:
         waiting = self._pool.background
         mean = self._pool.background_tokens / waiting if waiting else 0.0
         return Occupancy(
             room.unit.unit,
             room.others,
             len(room.staying),
-            room.wait_of_next(waiting, mean),
+            room.wait_of_next(waiting, mean) if is_only else 0.0,
             room.waited,
             room.queued,
         )

@@ -56,7 +56,7 @@ class Occupancy:
     background: int
     wait: float = 0.0
     """Seconds for which a person's request would wait here if only background requests were here:
-    as many as the unit has room for."""
+    as many as the unit has room for. It is needed of a node's only unit."""
     waited: float = 0.0
     """Seconds for which one that has just come waits for those that really are here."""
     queued: float = 0.0
