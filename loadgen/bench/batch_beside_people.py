@@ -11,7 +11,6 @@ import json
 import os
 import random
 import shutil
-import statistics
 import sys
 import time
 from argparse import Namespace
@@ -28,7 +27,7 @@ import openai
 from shoal.loadgen.bench.campaign import devices_idle, say
 from shoal.loadgen.bench.dummy_model import read_shape, write_model
 from shoal.loadgen.bench.markdown import ms, number, rows, slower
-from shoal.loadgen.bench.measures import FIRST_TOKEN_ID, SMALLEST_VOCABULARY
+from shoal.loadgen.bench.measures import random_prompt
 from shoal.loadgen.bench.rates import read_lengths
 from shoal.loadgen.bench.server_process import ServerFailedError, ServerProcess, free_port
 from shoal.loadgen.bench.system_info import environment
@@ -49,6 +48,7 @@ from shoal.loadgen.bench.traffic_clients import replay_by_vllm
 from shoal.loadgen.bench.traffic_workloads import TraceWriter, read_traffic
 from shoal.loadgen.bench.vllm_client import LoadFailedError, VllmClient
 from shoal.loadgen.shapes import Lengths
+from shoal.loadgen.summary import quantile
 from shoal.loadgen.workload import Workload
 from shoal.policies.registry import UnknownPolicyError, get_policy
 from shoal.runtime.config import ENGINE_COUNTS
@@ -220,7 +220,6 @@ class _Runs:
         self._people = people
         self._lengths = lengths
         self._writer = TraceWriter(args.out / "traces")
-        self._made = 0
 
     async def of(self, way: Way) -> WayFigures:
         """Return the figures of a way, which the node is in."""
@@ -270,7 +269,7 @@ class _Runs:
     def _line(self, name: str, index: int) -> bytes:
         rng = random.Random(f"{self._args.seed} {name} {index}")
         prompt, output = self._lengths.draw(rng)
-        ids = [rng.randrange(FIRST_TOKEN_ID, SMALLEST_VOCABULARY) for _ in range(prompt)]
+        ids = random_prompt(rng, prompt)
         body = {"model": SERVED_NAME, "prompt": ids, "max_tokens": output, "ignore_eos": True}
         line = {"custom_id": str(index), "method": "POST", "url": ENDPOINT, "body": body}
         return json.dumps(line, separators=(",", ":")).encode() + b"\n"
@@ -324,9 +323,7 @@ def _tokens(batch: openai.types.Batch) -> int:
 
 def percentile_90(values: Sequence[float]) -> float | None:
     """Return the 90th percentile as ``vllm bench serve`` does, by linear interpolation."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return statistics.quantiles(values, n=10, method="inclusive")[-1]
+    return quantile(values, 0.9) if values else None
 
 
 def report(results: Results) -> str:

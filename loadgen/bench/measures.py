@@ -88,6 +88,11 @@ class Sizes(msgspec.Struct, frozen=True):
         return max(self.prompt_repeats, min(MOST_REPEATS, self.repeated_tokens // tokens))
 
 
+def random_prompt(rng: random.Random, tokens: int) -> list[int]:
+    """Return token ids that every vocabulary has."""
+    return [rng.randrange(FIRST_TOKEN_ID, SMALLEST_VOCABULARY) for _ in range(tokens)]
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """A server to measure, in one of its layouts."""
@@ -100,7 +105,7 @@ class Bench:
 
     def prompt(self, tokens: int) -> Prompt:
         """Return a prompt that was not sent before."""
-        return [self.rng.randrange(FIRST_TOKEN_ID, SMALLEST_VOCABULARY) for _ in range(tokens)]
+        return random_prompt(self.rng, tokens)
 
     async def batch(self, per_unit: int, prompt: int, output: int, streams: int) -> list[Answer]:
         """Send requests together, of which ``streams`` per unit are streamed."""
@@ -220,10 +225,7 @@ async def numerics(bench: Bench) -> dict[str, Any]:
     """Return log probabilities and greedy answers of prompts that are the same in every run."""
     prompts, tokens, output = bench.sizes.scored
     rng = random.Random(0)
-    draw = [
-        [rng.randrange(FIRST_TOKEN_ID, SMALLEST_VOCABULARY) for _ in range(tokens)]
-        for _ in range(prompts)
-    ]
+    draw = [random_prompt(rng, tokens) for _ in range(prompts)]
     scores = [await bench.client.score(prompt, output) for prompt in draw]
     return {
         "logprobs": [score.logprobs for score in scores],

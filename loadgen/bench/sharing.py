@@ -21,7 +21,7 @@ import msgspec
 from shoal.loadgen.bench import one_node
 from shoal.loadgen.bench.dummy_model import FP8_KINDS, in_fp8, read_shape, write_model
 from shoal.loadgen.bench.markdown import MISSING, ms, number, rows
-from shoal.loadgen.bench.measures import Bench, Sizes, decode_seconds
+from shoal.loadgen.bench.measures import Bench, Sizes, decode_seconds, random_prompt
 from shoal.loadgen.bench.server_process import ServerProcess, free_port
 from shoal.loadgen.bench.sharing_projected import Request, System, job, project, systems
 from shoal.loadgen.bench.system_info import environment
@@ -181,17 +181,18 @@ class _Measuring:
 
     def __init__(self, client: Client, args: Namespace) -> None:
         self._client, self._args = client, args
+        about = environment()
         self._found = Sharing(
             is_projected=False,
             model=args.model_shape + (f", FP8 by {args.fp8}" if args.fp8 else ""),
-            device=next(iter(environment()["gpus"] or ["CPU"])),
+            device=next(iter(about["gpus"] or ["CPU"])),
             engines=args.engines,
             share=args.share_weights,
             context=_context(args.tokens),
             steps={},
             jobs={},
             output_tokens=0,
-            environment=environment(),
+            environment=about,
         )
 
     async def run(self) -> Sharing:
@@ -250,16 +251,12 @@ class _Measuring:
             await self._arrange(system.layout)
             await self._client.call("POST", "/admin/policy", {"policy": system.policy})
             sent = [
-                self._client.generate(_prompt(rng, one.prompt_tokens), one.output_tokens)
+                self._client.generate(random_prompt(rng, one.prompt_tokens), one.output_tokens)
                 for one in requests
             ]
             answers = await asyncio.gather(*sent)
             began = min(answer.sent for answer in answers)
             self._found.jobs[system.name] = max(answer.ended for answer in answers) - began
-
-
-def _prompt(rng: random.Random, tokens: int) -> list[int]:
-    return [rng.randrange(3, 2048) for _ in range(tokens)]
 
 
 # --- the report -----------------------------------------------------------------------------------
