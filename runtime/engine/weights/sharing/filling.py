@@ -171,8 +171,8 @@ class Filling:
 def rehearse(part: Part) -> None:
     """Compare one part while no step runs, on the stream that a change would use.
 
-    A GPU loads a kernel when it is first used, which waits for what runs, and holds steps up. On an
-    H200 the first change after the start cost one of the engines 225 ms more than the second.
+    A GPU loads a kernel when it is first used, and that may hold steps up. In the first change
+    after the start of two H200s, one engine stood still for 220 ms longer than in the second.
 
     Args:
         part: its target may be where its engine keeps it.
