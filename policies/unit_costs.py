@@ -5,11 +5,18 @@ prompts before it, computes what is not cached of its own, and then decodes besi
 context every step reads, too. The others wait while its prompt is computed, and then read its
 context. So a request goes where its prefix is cached unless more is lost there than the prefix
 saves, and the more requests a unit has, the more a prefix must save.
+
+The others are also those that will come before its prompt is computed. Without them, long prompts
+would all go to the unit with the fewest requests, however long they had to wait there: many lose
+much where many are. But the longer a prompt waits, the more requests come there meanwhile, and they
+lose as much. So a unit's wait is worth a few requests less, and not any number of them.
 """
 
 from dataclasses import dataclass
+from operator import mul
+from typing import NamedTuple
 
-from shoal.policies.values.batch import Batch
+from shoal.policies.values.batch import Batch, PromptWork
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.plan import Room
 from shoal.policies.values.snapshot import PoolRequest, Snapshot
@@ -18,6 +25,7 @@ READS_PER_PROMPT_TOKEN = 700
 """Without a cost model: tokens of context that a step reads in the time of a prompt's token. It is
 about that of an 8B model on an H200."""
 _DECODES, _CONTEXT, _CHUNK = 32, 4096, 2048
+_LONG_CONTEXT = 32768
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,30 @@ class Prices:
     """Seconds, or another unit of time, to compute a token of a prompt."""
     read: float
     """The same, for a step to read a token of context."""
+    attend: float = 0.0
+    """The same, for a token of a prompt to attend to one more token than ``_CONTEXT``."""
+
+    def seconds(self, work: PromptWork) -> float:
+        """Return the time to compute what is left of prompts."""
+        more = work.pairs - _CONTEXT * work.tokens
+        return max(0.0, self.prompt * work.tokens + self.attend * more)
+
+
+class _Terms(NamedTuple):
+    """What does not depend on the request."""
+
+    taken: int
+    """Requests that the plan had sent to the unit."""
+    prices: Prices
+    wait: float
+    """Time until the unit has computed the prompts that it has."""
+    reads: float
+    """Time in which a request's steps read the contexts of the unit's requests."""
+    others: int
+    rate: float
+    """Requests that come to the unit in a unit of time."""
+    read: float
+    """Time in which the others' steps read a token of the request."""
 
 
 class UnitCosts:
@@ -43,32 +75,39 @@ class UnitCosts:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._prices: dict[Layout, Prices] = {}
-        self._terms: dict[int, tuple[int, float, float, float]] = {}
-        """By the unit's leader: what the plan had sent there, the cost of waiting and reading, and
-        what a token to compute and one to be read cost all requests there together."""
+        self._queued: dict[int, PromptWork] = {}
+        self._terms: dict[int, _Terms] = {}
+        """Both by the unit's leader."""
 
     def __call__(self, request: PoolRequest, room: Room) -> float:
         """Return the cost, by which units can be compared."""
         terms = self._terms.get(room.unit.unit.leader)
-        if terms is None or terms[0] != room.taken:
-            terms = self._terms_of(room)
-        _, base, new, read = terms
-        return base + new * room.new_tokens(request) + read * request.prompt_tokens
+        if terms is None or terms.taken != room.taken:
+            terms = self._terms[room.unit.unit.leader] = self._terms_of(room)
+        own = terms.prices.seconds(room.work(request))
+        # Those that come while its own prompt is computed wait for half of it in the mean.
+        later = terms.rate * (terms.wait + own / 2)
+        lost = (1 + terms.others + later) * own
+        return terms.wait + terms.reads + lost + terms.read * request.prompt_tokens
 
-    def _terms_of(self, room: Room) -> tuple[int, float, float, float]:
-        unit, output = room.unit, self._snapshot.output_tokens
-        layout = unit.unit.layout
+    def _terms_of(self, room: Room) -> _Terms:
+        unit, seen = room.unit, self._snapshot
+        layout, output = unit.unit.layout, seen.output_tokens
         if layout not in self._prices:
-            self._prices[layout] = prices_of(self._snapshot, layout)
+            self._prices[layout] = prices_of(seen, layout)
         prices = self._prices[layout]
-        base = (unit.prefill_tokens + room.queued) * prices.prompt
-        base += output * (unit.context_tokens + room.context) * prices.read
+        if unit.unit.leader not in self._queued:
+            pairs = sum(map(mul, unit.prompts, unit.prompts)) // 2
+            queued = unit.begun.with_(PromptWork(unit.prefill_tokens, pairs))
+            self._queued[unit.unit.leader] = queued
+        wait = prices.seconds(self._queued[unit.unit.leader].with_(room.queued))
         others = unit.requests + room.taken
+        # Without a cost model times are not in seconds, so no rate can be multiplied by them.
+        rate = seen.usual_rate * unit.unit.size / seen.engines if seen.cost_model else 0.0
+        reads = output * (unit.context_tokens + room.context) * prices.read
         # On average, half of the others' outputs are still to come.
         read = others * output / 2 * prices.read
-        terms = room.taken, base, (1 + others) * prices.prompt, read
-        self._terms[unit.unit.leader] = terms
-        return terms
+        return _Terms(room.taken, prices, wait, reads, others, rate, read)
 
 
 def prices_of(snapshot: Snapshot, layout: Layout) -> Prices:
@@ -83,5 +122,10 @@ def prices_of(snapshot: Snapshot, layout: Layout) -> Prices:
         return max(0.0, next(seconds) - next(seconds))
 
     prefill = (Batch(0, 0, count * _CHUNK, _CONTEXT) for count in (1, 2))
+    attention = (Batch(0, 0, 2 * _CHUNK, context) for context in (_CONTEXT, _LONG_CONTEXT))
     decode = (Batch(_DECODES, count * _DECODES * _CONTEXT) for count in (1, 2))
-    return Prices(more(*prefill) / _CHUNK, more(*decode) / (_DECODES * _CONTEXT))
+    return Prices(
+        more(*prefill) / _CHUNK,
+        more(*decode) / (_DECODES * _CONTEXT),
+        more(*attention) / (2 * _CHUNK) / (_LONG_CONTEXT - _CONTEXT),
+    )

@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class Mode(enum.StrEnum):
@@ -21,6 +22,26 @@ class StepKind(enum.StrEnum):
     """Steps that compute no prompt token."""
     PREFILL = "prefill"
     """Steps that compute prompt tokens."""
+
+
+class PromptWork(NamedTuple):
+    """What is to be computed of prompts."""
+
+    tokens: int = 0
+    pairs: int = 0
+    """Tokens to which each of these attends, summed."""
+
+    @classmethod
+    def of(cls, prompt: int, new: int) -> "PromptWork":
+        """Return the work of the last ``new`` tokens of a prompt."""
+        return cls(new, new * (2 * prompt - new) // 2)
+
+    def with_(self, more: "PromptWork") -> "PromptWork":
+        """Return the work of both."""
+        return PromptWork(self.tokens + more.tokens, self.pairs + more.pairs)
+
+
+NO_PROMPTS = PromptWork()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
+from shoal.policies.values.batch import NO_PROMPTS, PromptWork
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition, PartitionError, parse_partition
 from shoal.policies.values.snapshot import Move, PoolRequest, Snapshot, UnitState
@@ -119,8 +120,8 @@ class Room:
     blocks: int = field(init=False)
     taken: int = 0
     """Requests that the plan has sent here."""
-    queued: int = 0
-    """Tokens that these have to compute first."""
+    queued: PromptWork = NO_PROMPTS
+    """What these have to compute first."""
     context: int = 0
     """Tokens of their prompts."""
     prefixes: set[int] = field(default_factory=set)
@@ -144,7 +145,7 @@ class Room:
         self.slots -= 1
         self.blocks -= self.unit.blocks_for(request)
         self.taken += 1
-        self.queued += self.new_tokens(request)
+        self.queued = self.queued.with_(self.work(request))
         self.context += request.prompt_tokens
         if request.prefix:
             self.prefixes.add(request.prefix)
@@ -158,6 +159,10 @@ class Room:
         else:
             cached = request.cached_in(self.unit.unit)
         return max(1, request.prompt_tokens - cached)
+
+    def work(self, request: PoolRequest) -> PromptWork:
+        """Return what the request would have to compute of its prompt here."""
+        return PromptWork.of(request.prompt_tokens, self.new_tokens(request))
 
 
 def check_plan(plan: Plan, snapshot: Snapshot) -> None:

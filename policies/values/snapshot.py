@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from shoal.policies.values.batch import Batch, Mode, StepKind
+from shoal.policies.values.batch import NO_PROMPTS, Batch, Mode, PromptWork, StepKind
 from shoal.policies.values.kv_need import ONE_GROUP, blocks_for, tokens_in
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.pace import Pace
@@ -80,6 +80,9 @@ class UnitState:
     paused: int = 0
     """Requests of other units on its engines. They wait until their unit is back, or until they are
     carried to another."""
+    begun: PromptWork = NO_PROMPTS
+    """What was left to compute of the prompts of its ``running`` requests, at the last report: a
+    long prompt takes several steps."""
     prompts: tuple[int, ...] = ()
     """Prompt tokens of each of its ``waiting`` requests, in the order in which they were sent."""
     cached_tokens: int = 0

@@ -6,6 +6,7 @@ import pytest
 
 from shoal.policies.static import dispatch_least_loaded
 from shoal.policies.unit_costs import UnitCosts
+from shoal.policies.values.batch import PromptWork
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.plan import Room
 from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
@@ -112,3 +113,27 @@ def test_a_whole_prompt_is_never_free() -> None:
     one = asks("r", 100, (ONE, 200))
     assert Room(room(ONE)).new_tokens(one) == 1
     assert UnitCosts(snapshot(room(ONE)))(one, Room(room(ONE))) > 0
+
+
+def test_a_prompt_does_not_wait_long_for_the_sake_of_many_others_when_more_will_come() -> None:
+    """One unit has many requests and no prompt to compute, the other few and long prompts."""
+    many = room(ONE, 24, 24_000)
+    few = replace(room(TWO, 3, 90_000, 60_000), waiting=2, prompts=(30_000, 30_000))
+    seen = snapshot(many, few, pool=(asks("r", 20_000),))
+    quiet = replace(seen, cost_model=MODEL, usual_rate=0.0)
+    assert placed(quiet) == [TWO]
+    assert placed(replace(quiet, usual_rate=20.0)) == [ONE]
+
+
+def test_what_is_left_of_a_prompt_that_is_being_computed_is_waited_for(model: object) -> None:
+    begun = replace(room(ONE, 2, 30_000), begun=PromptWork.of(29_000, 20_000))
+    seen = snapshot(begun, room(TWO, 2, 30_000), pool=(asks("r", 500),))
+    assert placed(replace(seen, cost_model=model)) == [TWO]
+
+
+def test_one_long_prompt_takes_more_time_than_short_ones_of_as_many_tokens() -> None:
+    long = replace(room(ONE, 4, 80_000, 80_000), waiting=4, prompts=(77_000, 1000, 1000, 1000))
+    short = replace(room(TWO, 4, 80_000, 80_000), waiting=4, prompts=(20_000,) * 4)
+    for units, there in (((long, short), TWO), ((short, long), TWO)):
+        seen = snapshot(*units, pool=(asks("r", 500),))
+        assert placed(replace(seen, cost_model=MODEL)) == [there]

@@ -1,10 +1,11 @@
 """What a core says of its load, of its steps, and of requests that came to it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from shoal.policies.values.batch import PromptWork
 from shoal.runtime.protocol.messages import Fallback, Mode, Work
 
 
@@ -22,6 +23,27 @@ class CoreLoad(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     free_blocks: int
+    begun: PromptWork = PromptWork()
+    """See ``messages.Load``."""
+
+    @classmethod
+    def of(
+        cls, running: int, waiting: int, free_blocks: int, done: Iterable[tuple[int, int]]
+    ) -> "CoreLoad":
+        """Return the load of a unit.
+
+        Args:
+            running: requests in its batch.
+            waiting: requests in no batch.
+            free_blocks: KV blocks that a request could get.
+            done: of each running request the tokens of its prompt, and how many of all its tokens
+                steps have computed or compute now.
+        """
+        begun = PromptWork()
+        for prompt, computed in done:
+            if computed < prompt:
+                begun = begun.with_(PromptWork.of(prompt, prompt - computed))
+        return cls(running, waiting, free_blocks, begun)
 
 
 class EndedSteps(msgspec.Struct, frozen=True):

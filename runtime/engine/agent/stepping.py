@@ -197,6 +197,7 @@ class Stepping:
                         added=added,
                         finished=finished,
                         work=account.work,
+                        begun=load.begun,
                     )
                 )
 

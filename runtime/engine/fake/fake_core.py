@@ -424,8 +424,7 @@ class FakeCore:
     @property
     def load(self) -> CoreLoad:
         """See ``Core.load``."""
-        scheduler = self._scheduler
-        return CoreLoad(len(scheduler.running), len(scheduler.waiting), len(scheduler.pool))
+        return self._scheduler.load
 
     @property
     def held(self) -> list[int]:

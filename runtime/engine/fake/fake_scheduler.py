@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from shoal.runtime.clock import Clock
 from shoal.runtime.config import FakeSettings
+from shoal.runtime.engine.agent.results import CoreLoad
 from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.protocol import wire
@@ -51,6 +52,12 @@ class FakeScheduler:
         self._budget = settings.max_num_batched_tokens
         self._longest_run = settings.steps_at_once
         self._clock = clock
+
+    @property
+    def load(self) -> CoreLoad:
+        """What the core holds."""
+        done = ((len(request.prompt), request.scheduled) for request in self.running)
+        return CoreLoad.of(len(self.running), len(self.waiting), len(self.pool), done)
 
     # --- requests -----------------------------------------------------------------------------
 

@@ -420,7 +420,8 @@ class VllmCore:
         """See ``interface.Core.load``."""
         running, waiting = self._scheduler.get_request_counts()
         waiting += self._carried.num_aside
-        return CoreLoad(running, waiting, int(self.block_pool.get_num_free_blocks()))
+        done = ((r.num_prompt_tokens, r.num_computed_tokens) for r in self._scheduler.running)
+        return CoreLoad.of(running, waiting, int(self.block_pool.get_num_free_blocks()), done)
 
     def evict_prefix_cache(self) -> None:
         """Forget every cached prefix.

@@ -78,7 +78,6 @@ from shoal.runtime.protocol.messages.engine import (
     KeepBound,
     Lend,
     Lent,
-    Load,
     Moved,
     MoveOut,
     NeedBlocks,
@@ -101,6 +100,7 @@ from shoal.runtime.protocol.messages.engine import (
     ToEngine,
 )
 from shoal.runtime.protocol.messages.layout_limits import LayoutLimits
+from shoal.runtime.protocol.messages.load_message import Load
 from shoal.runtime.protocol.messages.memory_messages import (
     BlocksClosed,
     BlocksOpened,

@@ -30,15 +30,13 @@ from shoal.runtime.protocol.messages.carry_messages import (
     Unpin,
 )
 from shoal.runtime.protocol.messages.layout_limits import LayoutLimits
+from shoal.runtime.protocol.messages.load_message import Load
 from shoal.runtime.protocol.messages.memory_messages import MemoryAnswer, Shares, ToMemory
 from shoal.runtime.protocol.messages.trial_messages import Tried, Try
 from shoal.runtime.protocol.messages.utility_messages import Utility, UtilityDone
 from shoal.runtime.protocol.messages.values import (
-    NOTHING_DONE,
     DeathCause,
     Message,
-    Mode,
-    ModeWork,
     SpExchange,
     Treatment,
 )
@@ -347,33 +345,6 @@ class Returning(Message, frozen=True):
     epoch: int
     unit: Unit
     returned: dict[int, list[int]]
-
-
-class Load(Message, frozen=True):
-    """State of one unit of an engine; sent at the end of every turn of its loop that changed it."""
-
-    engine: int
-    unit: Unit
-    running: int
-    waiting: int
-    free_blocks: int
-    added: int
-    """Requests for this unit, of ``AddRequest`` and ``Import``, that the engine has taken in since
-    it started. The counts above include no later ones."""
-    finished: list[str]
-    """Requests that ended since the last report, for any reason except ``AbortRequests``."""
-    work: dict[Mode, ModeWork] = msgspec.field(default_factory=dict)
-    """What the steps of each mode computed since the unit started; modes without steps are left
-    out."""
-
-    def done(self, mode: Mode) -> ModeWork:
-        """Return what the steps of a mode computed."""
-        return self.work.get(mode, NOTHING_DONE)
-
-    @property
-    def steps(self) -> int:
-        """Steps that the unit has computed since it started."""
-        return sum(done.total.steps for done in self.work.values())
 
 
 class Integrity(Message, frozen=True):

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.policies.values.batch import Batch, Mode
+from shoal.policies.values.batch import Batch, Mode, PromptWork
 from shoal.policies.values.layouts import alone
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
@@ -138,6 +138,11 @@ def test_batch_is_bounded(clock: ManualClock) -> None:
         core.add(f"r{k}", request_payload(f"r{k}", [k + 1], 3))
     advance(core)
     assert core.load == CoreLoad(3, 2, 7)
+
+
+def test_the_load_says_what_is_left_of_a_prompt_that_takes_several_steps() -> None:
+    done = [(10, 4), (5, 5), (3, 9)]
+    assert CoreLoad.of(3, 2, 7, done).begun == PromptWork(6, 4 * 6 + 6 * 6 // 2)
 
 
 @pytest.mark.parametrize("prompt", [[], [1] * 30])
