@@ -104,6 +104,7 @@ def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]
             mixed=snapshot.chunk(layout),
             prices=prices_of(snapshot, layout),
             output=snapshot.output_tokens,
+            rate=snapshot.usual_rate * layout.world_size / snapshot.engines,
         )
     return terms
 

@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from shoal.policies.unit_costs import Prices
+from shoal.policies.values.batch import PromptWork
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.pace import Pace
 
@@ -82,6 +83,8 @@ class Terms(NamedTuple):
     prices: Prices
     output: float = 0.0
     """Tokens of the mean output."""
+    rate: float = 0.0
+    """Requests that usually come to it in a second."""
 
     def prompts(self, tokens: int, context: float, pairs: float) -> float:
         """Return the seconds of a step with prompts."""
@@ -278,9 +281,11 @@ class Queue:
         output, queued = terms.output, self.queued
         others = len(self.waiting) + len(self.running)
         step = self.clock - job.start
-        base = (step if step > 0.0 else 0.0) + queued * prompt
-        base += output * (self.context + queued) * read
-        return base + (1 + others) * job.new * prompt + others * output / 2 * read * job.prompt
+        wait = (step if step > 0.0 else 0.0) + queued * prompt
+        reads = output * (self.context + queued) * read + others * output / 2 * read * job.prompt
+        own = terms.prices.seconds(PromptWork.of(job.prompt, job.new))
+        later = terms.rate * (wait + own / 2)
+        return wait + reads + (1 + others + later) * own
 
 
 @dataclass(slots=True)
