@@ -91,10 +91,12 @@ async def test_a_bar_shows_how_far_the_job_is(tmp_path: Path) -> None:
 
 
 def test_a_server_is_started_for_the_job_and_ended_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    private = tmp_path / "private"
-    private.mkdir()
+    private = tmp_path_factory.mktemp("p")  # addresses of sockets have at most 107 characters
     for name, value in (
         *(("TMPDIR", str(private)), ("XDG_CACHE_HOME", str(private))),
         ("OPENAI_API_KEY", "one"),
