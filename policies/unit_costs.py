@@ -6,10 +6,11 @@ context every step reads, too. The others wait while its prompt is computed, and
 context. So a request goes where its prefix is cached unless more is lost there than the prefix
 saves, and the more requests a unit has, the more a prefix must save.
 
-The others are also those that will come before its prompt is computed. Without them, long prompts
-would all go to the unit with the fewest requests, however long they had to wait there: many lose
-much where many are. But the longer a prompt waits, the more requests come there meanwhile, and they
-lose as much. So a unit's wait is worth a few requests less, and not any number of them.
+The others are also those that will come before its prompt is computed. If these were not counted,
+long prompts would all go to the unit with the fewest requests, however long they had to wait there,
+because a prompt costs the most where the most requests are. But the longer a prompt waits, the more
+requests come to its unit meanwhile, and each of them loses time, too. This bounds how long a prompt
+waits so that others need not.
 """
 
 from dataclasses import dataclass
@@ -103,11 +104,16 @@ class UnitCosts:
         wait = prices.seconds(self._queued[unit.unit.leader].with_(room.queued))
         others = unit.requests + room.taken
         # Without a cost model times are not in seconds, so no rate can be multiplied by them.
-        rate = seen.usual_rate * unit.unit.size / seen.engines if seen.cost_model else 0.0
+        rate = rate_of(seen, layout) if seen.cost_model else 0.0
         reads = output * (unit.context_tokens + room.context) * prices.read
         # On average, half of the others' outputs are still to come.
         read = others * output / 2 * prices.read
         return _Terms(room.taken, prices, wait, reads, others, rate, read)
+
+
+def rate_of(snapshot: Snapshot, layout: Layout) -> float:
+    """Return how many requests usually come to a unit of a layout in a second."""
+    return snapshot.usual_rate * layout.world_size / snapshot.engines
 
 
 def prices_of(snapshot: Snapshot, layout: Layout) -> Prices:

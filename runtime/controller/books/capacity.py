@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from shoal.policies.values.batch import PromptWork
+from shoal.policies.values.batch import NO_PROMPTS
 from shoal.policies.values.layouts import Layout, Unit, alone, tier_of
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Policy
@@ -267,7 +267,7 @@ class Capacity:
             waiting=len(uncounted.requests),
             context_tokens=figures.prompt_tokens,
             prefill_tokens=uncounted.prompt_tokens,
-            begun=core.load.begun if core.load else PromptWork(),
+            begun=core.load.begun if core.load else NO_PROMPTS,
             prompts=tuple(request.seen.prompt_tokens for request in uncounted.requests),
             by_priority=figures.by_priority,
             longest_tokens=figures.longest_tokens,

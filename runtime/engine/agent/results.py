@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.policies.values.batch import PromptWork
+from shoal.policies.values.batch import NO_PROMPTS, PromptWork
 from shoal.runtime.protocol.messages import Fallback, Mode, Work
 
 
@@ -23,7 +23,7 @@ class CoreLoad(msgspec.Struct, frozen=True):
     running: int
     waiting: int
     free_blocks: int
-    begun: PromptWork = PromptWork()
+    begun: PromptWork = NO_PROMPTS
     """See ``messages.Load``."""
 
     @classmethod
@@ -39,7 +39,7 @@ class CoreLoad(msgspec.Struct, frozen=True):
             done: of each running request the tokens of its prompt, and how many of all its tokens
                 steps have computed or compute now.
         """
-        begun = PromptWork()
+        begun = NO_PROMPTS
         for prompt, computed in done:
             if computed < prompt:
                 begun = begun.with_(PromptWork.of(prompt, prompt - computed))

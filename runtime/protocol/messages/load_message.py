@@ -2,7 +2,7 @@
 
 import msgspec
 
-from shoal.policies.values.batch import PromptWork
+from shoal.policies.values.batch import NO_PROMPTS, PromptWork
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.protocol.messages.values import NOTHING_DONE, Message, Mode, ModeWork
 
@@ -23,7 +23,7 @@ class Load(Message, frozen=True):
     work: dict[Mode, ModeWork] = msgspec.field(default_factory=dict)
     """What the steps of each mode computed since the unit started; modes without steps are left
     out."""
-    begun: PromptWork = PromptWork()
+    begun: PromptWork = NO_PROMPTS
     """What no step has computed or computes of the prompts of running requests."""
 
     def done(self, mode: Mode) -> ModeWork:

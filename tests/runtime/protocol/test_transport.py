@@ -163,10 +163,10 @@ def test_every_turn_counts_once_in_the_controllers_heartbeat(node: SocketNode) -
 def test_notes_say_where_a_request_runs(node: SocketNode) -> None:
     node.greeting()
     node.add("a", [1, 2, 3], 2)
-    node.until(lambda: "a" in node.finish)
     # Both engines are idle. The one that was ready first gets the request.
-    placed = [note for note in node.notes if isinstance(note, m.Placed)]
-    assert placed in ([m.Placed("a", alone(0))], [m.Placed("a", alone(1))])
+    allowed = [m.Placed("a", alone(engine)) for engine in range(2)]
+    node.until(lambda: any(note in allowed for note in node.notes))
+    assert len([note for note in node.notes if isinstance(note, m.Placed)]) == 1
 
 
 def test_messages_to_nobody_are_dropped(node: SocketNode) -> None:
