@@ -130,6 +130,8 @@ class Connections:
         self.changed: Callable[[], None] = do_nothing
         """Called when a connection has come or gone."""
         self._open: set[ClientProtocol] = set()
+        self._idle: dict[ClientProtocol, None] = {}
+        """Those between two requests; the one that has been idle for longest comes first."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -139,14 +141,27 @@ class Connections:
         return ClientProtocol(self, **arguments)
 
     def add(self, connection: "ClientProtocol") -> None:
-        """Take a new connection."""
+        """Take a new connection. If there is no room, close the one idle for longest."""
         self._open.add(connection)
+        if self.are_too_many and self._idle:
+            longest = next(iter(self._idle))
+            longest.transport.close()
+            self.remove(longest)
         self.changed()
 
     def remove(self, connection: "ClientProtocol") -> None:
         """Forget a connection that has ended."""
         self._open.discard(connection)
+        self._idle.pop(connection, None)
         self.changed()
+
+    def rests(self, connection: "ClientProtocol") -> None:
+        """Note that a connection has become idle."""
+        self._idle[connection] = None
+
+    def wakes(self, connection: "ClientProtocol") -> None:
+        """Note that the client of a connection has sent something."""
+        self._idle.pop(connection, None)
 
     @property
     def are_too_many(self) -> bool:
@@ -212,6 +227,7 @@ class ClientProtocol(BoundedHttpProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what the client sent."""
+        self._connections.wakes(self)
         if self._asking_since is None:
             self._begin()
         self._received += len(data)
@@ -234,6 +250,12 @@ class ClientProtocol(BoundedHttpProtocol):
         """Take the end of a request."""
         self._asking_since = None
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """End a response; without a request of its client, the connection is idle."""
+        super().on_response_complete()
+        if not (self.transport.is_closing() or self.is_answering or self._asking_since is not None):
+            self._connections.rests(self)
 
     def _begin(self) -> None:
         self._asking_since = self._connections.clock()

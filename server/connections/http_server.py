@@ -8,6 +8,7 @@ open for a moment, since a request may be on its way on one of them.
 import asyncio
 import logging
 import math
+import os
 import signal
 import socket
 from argparse import Namespace
@@ -23,6 +24,10 @@ from shoal.runtime.logs import LogFormat
 from shoal.server.connections.accepting import Acceptor, Tally
 from shoal.server.connections.connection_limits import Connections, do_nothing
 
+IDLE_SECONDS = 75
+"""How long a connection may be idle. vLLM's 5 seconds are shorter than most clients keep one
+(aiohttp 15, load balancers often 60). A client that sends a request just when the server closes its
+connection sees the request fail."""
 CUT_OFF_SECONDS = 1
 """How long a connection that is cut off may take to end."""
 LINGER_SECONDS = 1.0
@@ -35,16 +40,18 @@ Share = tuple[Tally, int]
 """The connections of all front ends, and the number of the server's own front end."""
 
 
-def uvicorn_config(
-    app: Any, args: Namespace, protocol: Any, keep_alive_seconds: int
-) -> uvicorn.Config:
+def idle_seconds() -> int:
+    """Return how long a connection may be idle: what vLLM's variable says, if it is set."""
+    return int(os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", IDLE_SECONDS))
+
+
+def uvicorn_config(app: Any, args: Namespace, protocol: Any) -> uvicorn.Config:
     """Return uvicorn's configuration of a front end.
 
     Args:
         app: the application.
         args: the parsed arguments of ``shoal serve``.
         protocol: makes the protocol of each connection.
-        keep_alive_seconds: how long a connection may be idle.
     """
     as_json = args.log_format is LogFormat.JSON
     return uvicorn.Config(
@@ -54,7 +61,7 @@ def uvicorn_config(
         log_config=None if as_json else uvicorn.config.LOGGING_CONFIG,
         log_level=args.uvicorn_log_level,
         access_log=not args.disable_uvicorn_access_log,
-        timeout_keep_alive=keep_alive_seconds,
+        timeout_keep_alive=idle_seconds(),
         timeout_graceful_shutdown=CUT_OFF_SECONDS,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,

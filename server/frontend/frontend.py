@@ -261,7 +261,7 @@ class Frontend:
             log_no_refusals()
 
         server = DrainingServer(
-            uvicorn_config(app, args, connections.protocol, vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE),
+            uvicorn_config(app, args, connections.protocol),
             connections,
             ready,
             begin_to_drain,
@@ -270,9 +270,7 @@ class Frontend:
         )
         app.state.server = server  # vLLM's handlers stop it when the link to the engines breaks
         admin_app = build_admin_app(backstage, self.access, app)
-        admin = uvicorn_config(
-            admin_app, args, operators.protocol, vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
-        )
+        admin = uvicorn_config(admin_app, args, operators.protocol)
         async with serving(admin, self.admin), self._door(app, backstage):
             try:
                 await server.serve(sockets=[self.listener])
@@ -286,9 +284,8 @@ class Frontend:
         """Serve the metrics on their own port, if they have one, until the node has drained."""
         if self.metrics is not None:
             prepare_listener(self.metrics, self._connection_limits.client_seconds)
-        seconds = vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
         app = build_metrics_app(backstage, self._app_options().bounds)
-        config = uvicorn_config(app, self.args, connections.protocol, seconds)
+        config = uvicorn_config(app, self.args, connections.protocol)
         async with serving(config, self.metrics):
             yield
 
@@ -301,8 +298,7 @@ class Frontend:
         door = WorkerDoor(app, partial(running_on, backstage.control))
         plain = {"ssl_keyfile": None, "ssl_certfile": None, "ssl_ca_certs": None}
         args = Namespace(**{**vars(self.args), **plain, "disable_uvicorn_access_log": True})
-        seconds = vllm_envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
-        config = uvicorn_config(door, args, BoundedHttpProtocol, seconds)
+        config = uvicorn_config(door, args, BoundedHttpProtocol)
         config.lifespan = "off"  # the application has begun already
         async with serving(config, door_listener(self.config.runtime_dir, self.index)):
             yield

@@ -143,9 +143,9 @@ Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @asynccontextmanager
 async def client(site: Site, data: bytes = b"") -> AsyncIterator[Client]:
-    before = len(site.connections)
+    before = set(site.connections._open)
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
-    while len(site.connections) == before:
+    while site.connections._open <= before:
         await asyncio.sleep(0)
     writer.write(data)
     try:
@@ -305,6 +305,19 @@ async def test_the_last_connections_are_told_that_there_are_too_many(site: Site)
         ask.write(GET)  # those before it are served
         assert await status(first) == 200
     assert site.cutoffs == [Cutoff.TOO_MANY]
+
+
+async def test_a_new_connection_takes_the_place_of_the_one_idle_for_longest(site: Site) -> None:
+    async with client(site, GET) as (first, _), client(site, GET) as (second, ask):
+        for reader in (first, second):
+            assert await status(reader) == 200
+            assert await reader.readexactly(2) == b"ok"
+        async with client(site, GET) as (latest, _):
+            assert await status(latest) == 200
+        assert await first.read() == b""
+        ask.write(GET)
+        assert await status(second) == 200
+    assert site.cutoffs == []
 
 
 async def test_far_too_many_are_closed_as_they_come(site: Site) -> None:
