@@ -240,7 +240,7 @@ class _Runs:
             began = time.monotonic()
             await self._run(name, into)
             after = await self._batches.batches.retrieve(batch_id)
-            _check(after)
+            check_in_work(after)
         into.lines += _done(after) - _done(before)
         into.line_tokens += _tokens(after) - _tokens(before)
         say(f"{name}: {_done(after) - _done(before)} lines in {time.monotonic() - began:.1f} s")
@@ -263,7 +263,7 @@ class _Runs:
 
     async def _until(self, batch_id: str, status: str) -> None:
         while (batch := await self._batches.batches.retrieve(batch_id)).status != status:
-            _check(batch)
+            check_in_work(batch)
             await sleep(POLL_SECONDS)
 
     def _line(self, name: str, index: int) -> bytes:
@@ -297,7 +297,7 @@ class _Runs:
         return result
 
 
-def _check(batch: openai.types.Batch) -> None:
+def check_in_work(batch: openai.types.Batch) -> None:
     """Refuse a batch that is not worked on any more.
 
     Raises:

@@ -4,15 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
+from openai.types import Batch
 
 from shoal.loadgen.bench.batch_beside_people import (
     Measured,
     Results,
     WayFigures,
+    check_in_work,
     main,
     percentile_90,
     report,
 )
+from shoal.loadgen.bench.token_client import RequestFailedError
 from shoal.server.errors import UserError
 
 FAKE = ("--fake-engine", "--fake-step-ms", "20", "--max-num-seqs", "8")
@@ -44,9 +47,23 @@ def test_people_are_measured_without_a_batch_and_beside_one(
     assert order == kinds, "in the opposite order, so that a drift is seen"
 
 
-def test_a_batch_that_is_too_small_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="too small"):
-        main(arguments(tmp_path, "--ways", "dp", "--lines-per-second", "0.1"))
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [("completed", "too small: raise --lines-per-second"), ("failed", "has failed")],
+)
+def test_people_are_beside_no_batch_that_is_over(status: str, message: str) -> None:
+    batch = Batch(
+        id="1",
+        input_file_id="2",
+        endpoint="/v1/completions",
+        object="batch",
+        created_at=0,
+        completion_window="24h",
+        status="in_progress",
+    )
+    check_in_work(batch)
+    with pytest.raises(RequestFailedError, match=message):
+        check_in_work(batch.model_copy(update={"status": status}))
 
 
 @pytest.mark.parametrize(
