@@ -27,7 +27,7 @@ DRAFTS, SHORTEST, LONGEST = 4, 1, 3
 PROMPTS = random_prompts((5, 33, 64, 65), seed=61)
 """Among them one token more than a block of DP and of TP2: with all but this token in the prefix
 cache, vLLM lets its step check drafts that nobody has proposed."""
-TOKENS = 32
+TOKENS = 24
 PATIENCE_SECONDS = 600.0
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 PAIR = tp(0, 1)
@@ -83,7 +83,7 @@ def carried(node: real_node.RealNode, requests: list[str], counts: dict[str, Any
     """Carry requests of engine 0 to the group, to engine 0 and to the group again."""
     node.wait_for_tokens(requests, 5)
     views = []
-    for partition, tokens in (((PAIR,), 10), (singles(2), 16), ((PAIR,), 22)):
+    for partition, tokens in (((PAIR,), 9), (singles(2), 13), ((PAIR,), 17)):
         views.append(node.switch(*partition, treatment=m.Treatment.CARRY))
         node.wait_for_tokens(requests, tokens)
     tokens_of_all = node.wait(requests)
