@@ -196,6 +196,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--weight-dtype", help="in place of the shape's")
     parser.add_argument("--arithmetic", help="compute as fast as with weights of this dtype")
     parser.add_argument("--hardware", required=True)
+    parser.add_argument(
+        "--link-scale", type=float, default=1.0, help="how much faster exchanges are (Figure 14)"
+    )
     parser.add_argument("--prompt-tokens", type=int, required=True)
     parser.add_argument("--outputs", type=int, nargs=2, required=True, help="shortest, longest")
     parser.add_argument("--requests", type=int, default=240)
@@ -216,6 +219,11 @@ def node_of(args: argparse.Namespace) -> Node:
             shape.weight_dtype: hardware.flops_per_second[args.arithmetic]
         }
         hardware = msgspec.structs.replace(hardware, flops_per_second=rates)
+    hardware = msgspec.structs.replace(
+        hardware,
+        link_bytes_per_second=args.link_scale * hardware.link_bytes_per_second,
+        allreduce_seconds=hardware.allreduce_seconds / args.link_scale,
+    )
     node = Node(shape, hardware, args.engines, args.engines, prefix_caching=False)
     return replace(node, max_num_seqs=args.max_num_seqs)
 
