@@ -201,8 +201,8 @@ def _can_form(snapshot: Snapshot, target: Partition) -> bool:
 
 
 def _only_decodes(snapshot: Snapshot) -> bool:
-    """Return whether no request waits, neither in the pool nor in a unit."""
-    waits = snapshot.waiting or any(unit.waiting for unit in snapshot.units)
+    """Return whether no prompt is left, neither in the pool nor in a unit."""
+    waits = snapshot.waiting or any(unit.waiting or unit.begun.tokens for unit in snapshot.units)
     return bool(snapshot.requests) and not waits
 
 
@@ -232,6 +232,8 @@ def _best(snapshot: Snapshot, model: StepPredictor, gain: float) -> Partition | 
 def _soonest(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
     """Return the partition in which the last requests end clearly sooner; None: the present one."""
     work = usual_work(snapshot)
+    if snapshot.outputs:  # the mean falls slowly, and a job may have short outputs only
+        work = replace(work, output=min(work.output, snapshot.outputs[-1]))
     here = seconds_to_end(snapshot, model, snapshot.partition, work)
     copy = model.carry_seconds(snapshot.requests * work.tokens, snapshot.engines)
     found = {

@@ -38,10 +38,21 @@ class Work:
 
 
 def usual_work(snapshot: Snapshot) -> Work:
-    """Return the mean of the requests that wait, with outputs as those that ended lately."""
+    """Return the mean of the requests that wait, with outputs as those that ended lately.
+
+    No output is taken to be longer than those that wait may become.
+    """
     waits = snapshot.waiting_tokens / snapshot.waiting if snapshot.waiting else 0.0
     most = snapshot.step_tokens or USUAL_STEP_TOKENS
-    return Work(max(1.0, waits or snapshot.prompt_tokens), max(1.0, snapshot.output_tokens), most)
+    output = min(snapshot.output_tokens, _longest_output(snapshot))
+    return Work(max(1.0, waits or snapshot.prompt_tokens), max(1.0, output), most)
+
+
+def _longest_output(snapshot: Snapshot) -> float:
+    """Return the most tokens that an output of the pool may have; infinity if nobody said."""
+    limits = [request.output_limit for request in snapshot.pool]
+    known = [limit for limit in limits if limit is not None]
+    return max(known) if known and len(known) == len(limits) else math.inf
 
 
 @dataclass(frozen=True, slots=True)

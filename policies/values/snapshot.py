@@ -42,6 +42,8 @@ class PoolRequest:
     about how many tokens of it. It is only known of the first requests of the pool."""
     prefix: int = 0
     """Names the longest of these beginnings: requests of the same name have it in common."""
+    output_limit: int | None = None
+    """Most tokens of its output, if the client has said so."""
 
     def cached_in(self, unit: Unit) -> int:
         """Return about how many tokens of its prompt a unit has cached."""

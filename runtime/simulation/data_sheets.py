@@ -43,6 +43,7 @@ DATA_SHEETS: Mapping[str, DataSheet] = {
     "a10g": DataSheet(r"A10G\b", 23028, 600, 70, None, 32, nvlink=False),
     "a100-40gb": DataSheet(r"A100-SXM4-40GB", 40960, 1555, 312, None, 300, nvlink=True),
     "a100-80gb": DataSheet(r"A100-SXM4-80GB", 81920, 2039, 312, None, 300, nvlink=True),
+    "a100-80gb-pcie": DataSheet(r"A100 80GB PCIe", 81920, 1935, 312, None, 32, nvlink=False),
     "b200": DataSheet(r"B200\b", 183359, 8000, 2250, 4500, 900, nvlink=True),
     "h100": DataSheet(r"H100 80GB HBM3", 81559, 3350, 989, 1979, 450, nvlink=True),
     "h100-pcie": DataSheet(r"H100 PCIe", 81559, 2000, 756, 1513, 64, nvlink=False),

@@ -13,6 +13,7 @@ from shoal.policies.batch_policy import (
     is_split,
 )
 from shoal.policies.throughput import partitions, usual_work
+from shoal.policies.values.batch import PromptWork
 from shoal.policies.values.layouts import alone, layouts_up_to
 from shoal.policies.values.partition import Partition, singles
 from shoal.policies.values.plan import Plan, check_plan
@@ -162,6 +163,28 @@ def test_prompts_that_are_still_computed_are_not_the_last_requests() -> None:
     seen = node(waiting=0, running=1)
     units = (replace(seen.units[0], waiting=1), *seen.units[1:])
     assert plan(replace(seen, units=units)).target is None
+
+
+def test_prompts_of_which_steps_have_begun_are_not_the_last_requests() -> None:
+    seen = node(waiting=0, running=1)
+    begun = replace(seen.units[0], begun=PromptWork.of(PROMPT, PROMPT // 2))
+    assert plan(replace(seen, units=(begun, *seen.units[1:]))).target is None
+
+
+def test_the_last_requests_stay_where_outputs_have_been_short() -> None:
+    seen = node(waiting=0, running=1)
+    assert plan(replace(seen, outputs=(1, 1, 2))).target is None
+    assert plan(replace(seen, outputs=(1, 1, 250))).target == tp_units(8, 8)
+
+
+def test_a_split_is_for_outputs_that_may_be_long() -> None:
+    seen = node()
+    short = tuple(replace(each, output_limit=1) for each in seen.pool)
+    assert plan(replace(seen, pool=short)).target is None
+    some = (*short[1:], replace(short[0], output_limit=500))
+    assert plan(replace(seen, pool=some)).target == plan(seen).target is not None
+    unknown = (*short[1:], replace(short[0], output_limit=None))
+    assert plan(replace(seen, pool=unknown)).target == plan(seen).target
 
 
 def test_without_a_cost_model_the_layout_stays() -> None:

@@ -93,4 +93,5 @@ def pool_request(view: wire.RequestView, *, longest: int, now: float) -> PoolReq
         total_tokens=bound if bound < longest else min(view.prompt_tokens + 1, bound),
         priority=view.priority,
         arrival=now,
+        output_limit=sampling.max_tokens if bound < longest else None,
     )

@@ -24,6 +24,7 @@ from shoal.runtime.simulation.shape_files import FileError, cost_model, read_har
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H100 NVL", None),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
         ("NVIDIA A10", "a10"),
         ("NVIDIA A10G", "a10g"),
         ("NVIDIA L4", "l4"),

@@ -65,6 +65,14 @@ def test_where_a_split_does_not_pay_the_best_layout_serves() -> None:
     assert rate(run) > 0.97 * best_static(ROOMY, load)
 
 
+def test_outputs_of_one_token_are_served_as_in_dp() -> None:
+    """Nothing decodes, so no group is worth a switch: neither at first nor for the last prompts."""
+    load = [Arrival(0.0, 3000, 1, 0) for _ in range(60)]
+    run = simulate(SHORT_OF_KV, "batch", load)
+    assert not run.switches
+    assert rate(run) == pytest.approx(rate(simulate(SHORT_OF_KV, "manual", load)), rel=0.01)
+
+
 def replace_priority(arrival: Arrival) -> Arrival:
     """Return a request as people send it: background requests leave room for these."""
     return Arrival(arrival.at, arrival.prompt_tokens, arrival.output_tokens, 0)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal.policies.values.layouts import alone, tensor_parallel
@@ -9,10 +10,12 @@ from shoal.policies.values.snapshot import PoolRequest
 from shoal.runtime.controller.books.pool import TaskPool
 from shoal.runtime.controller.books.prefix_book import PrefixBook
 from shoal.runtime.controller.books.prompt_hashes import PromptHashes
-from shoal.runtime.controller.books.request import Request
+from shoal.runtime.controller.books.request import Request, pool_request
 from shoal.runtime.controller.books.request_book import RequestBook
 from shoal.runtime.controller.books.unit_book import UnitBook
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
+from tests.runtime.loopback_node import request_payload
 
 PAIR = tensor_parallel((0, 1))
 FIRST, SECOND = alone(0), alone(1)
@@ -148,3 +151,17 @@ def test_units_that_get_or_end_a_request_have_its_prompt(units: UnitBook) -> Non
     prefixes.clear()
     book.report(m.Load(0, PAIR, 0, 0, 50, 1, ["r"], {}))
     assert prefixes.where(prompt, (FIRST, PAIR)) == {PAIR: 2}
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "total", "limit"),
+    [(1, 11, 1), (20, 30, 20), (90, 11, None), (None, 11, None)],
+    ids=["one", "some", "up to the model's length", "not given"],
+)
+def test_policies_see_a_bound_on_output_that_the_client_gave(
+    max_tokens: int | None, total: int, limit: int | None
+) -> None:
+    payload = request_payload("r", range(10), max_tokens)[0]
+    view = msgspec.msgpack.decode(payload, type=wire.RequestView)
+    seen = pool_request(view, longest=100, now=0.0)
+    assert (seen.total_tokens, seen.output_limit) == (total, limit)
