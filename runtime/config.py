@@ -208,7 +208,7 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """In which steps members of a group compute whole experts, if others divide each expert; None:
     in none."""
     share_weights: int = 1
-    """How many adjacent engines share the MLPs' weights at the start, each keeping one part of so
+    """How many adjacent engines share weights at the start, each keeping one part of so
     many. Layouts of fewer members stream what their engines do not keep. While the node serves,
     engines may get whole weights (``controller.memory_changes``)."""
     move_memory: bool = False

@@ -140,7 +140,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.weights.sharing.filling",
         "shoal.runtime.engine.weights.sharing.pages",
         "shoal.runtime.engine.weights.sharing.shard_memory",
-        "shoal.runtime.engine.weights.sharing.shared_mlps",
+        "shoal.runtime.engine.weights.sharing.shared_layers",
         "shoal.runtime.engine.weights.sharing.shared_store",
         "shoal.runtime.engine.weights.sharing.shared_weight",
         "shoal.runtime.engine.weights.sharing.slot_fp8",

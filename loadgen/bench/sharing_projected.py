@@ -99,12 +99,12 @@ def project(
     shape, hardware = read_shape(model), hardware_named(device)
     if shape.experts:
         raise FileError(f"{model} has experts, which are not shared")
-    hardware.num_blocks(shape, share)  # does it fit?
+    hardware.num_blocks(shape, share, engines)  # does it fit?
     found = Projection(missing=_too_large(shape, hardware))
     for name, layout, level in _columns(engines, share):
         if level == 1 and found.missing:
             continue
-        costs = cost_model(shape, hardware, share_weights=level)
+        costs = cost_model(shape, hardware, share_weights=level, widest=engines)
         found.steps[name] = {
             size: costs.step_seconds(layout, Batch(size * layout.tp, tokens * layout.tp))
             for size, tokens in batches.items()

@@ -75,8 +75,9 @@ class ModelShape:
     """Parameters of all routed experts of all layers, which no token passes through all of."""
     expert_bytes: float = 0.0
     """Bytes of one of these, scales included; 0: as many as of every other parameter."""
-    mlp_parameters: float = 0.0
-    """Parameters of the MLPs that engines may share (``CostModel.share_weights``)."""
+    sharable_parameters: float = 0.0
+    """Parameters of the MLPs, and of attention's projections where engines share these, too
+    (``CostModel.share_weights``)."""
 
     @property
     def expert_share(self) -> float:
@@ -142,7 +143,7 @@ class CostModel:
     max_sp: int = 1
     """Largest degree of SP; a wider group combines SP with TP."""
     share_weights: int = 1
-    """How many engines share the MLPs' weights. Each keeps one part of so many."""
+    """How many engines share weights. Each keeps one part of so many."""
     speculation: Speculation = NOT_SEEN
     """What decodes check and accept."""
 
@@ -154,12 +155,12 @@ class CostModel:
     def fetch_seconds(self, layout: Layout, mode: Mode = Mode.TP) -> float:
         """Return the time in which a step reads what other engines keep of its weights.
 
-        The MLPs are divided among the members that do not divide tokens. What an engine keeps lies
-        within its member's part.
+        What is shared is divided among the members that do not divide tokens. What an engine keeps
+        lies within its member's part.
         """
         degree = layout.tp // self._sp_degree(layout, mode)
         missing = max(0.0, 1 / degree - 1 / self.share_weights)
-        size = missing * self.shape.mlp_parameters * self.shape.weight_bytes
+        size = missing * self.shape.sharable_parameters * self.shape.weight_bytes
         hardware = self.hardware
         return size / (hardware.fetch_bytes_per_second or hardware.peer_bytes_per_second)
 

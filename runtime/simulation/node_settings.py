@@ -53,7 +53,7 @@ class Node:
         precopy_tokens: see ``NodeConfig``.
         mixed_step_tokens: see ``NodeConfig``.
         max_sp: largest degree of SP.
-        share_weights: how many engines share the MLPs' weights at the start.
+        share_weights: how many engines share weights at the start.
         move_memory: see ``NodeConfig``.
         shift_threshold: decides which steps run in SP.
         captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
@@ -98,7 +98,7 @@ class Node:
             FileError: the model does not fit the hardware.
         """
         model = replace(
-            cost_model(self.shape, self.hardware, self.max_sp, self.share_weights),
+            cost_model(self.shape, self.hardware, self.max_sp, self.share_weights, self.max_group),
             corrections=self.corrections,
         )
         return NodeConfig(
@@ -108,7 +108,9 @@ class Node:
             policy=policy,
             runtime_dir="",
             fake=FakeSettings(
-                num_blocks=self.hardware.num_blocks(self.shape, self.share_weights),
+                num_blocks=self.hardware.num_blocks(
+                    self.shape, self.share_weights, self.max_group, self.max_sp
+                ),
                 whole_blocks=self._whole_blocks,
                 # As long as a step streams them, or as they are fetched if none does.
                 fill_seconds=model.fetch_seconds(DP),
@@ -160,5 +162,6 @@ class Node:
     def step_times(self, share: int) -> StepTimes:
         """Return how long steps take if so many engines share weights."""
         return step_times(
-            self.shape, self.hardware, self.max_sp, share, self.corrections, self.captured_tokens
+            *(self.shape, self.hardware, self.max_sp, share),
+            *(self.corrections, self.captured_tokens, self.max_group),
         )

@@ -18,6 +18,7 @@ from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.config import PEER_BYTES_PER_SECOND
 from shoal.runtime.engine.fake.step_times import StepTimes
+from shoal.runtime.shared_attention import is_attention_shared
 
 DTYPE_BYTES = {"mxfp4": 17 / 32, "fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
 """Bytes of one weight. In MXFP4 32 of them share a scale of one byte."""
@@ -86,8 +87,7 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def common_parameters(self) -> int:
         """Parameters of all other linear layers, the output layer's included."""
-        heads = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        attention = self.attention_parameters or heads
+        attention = self.attention_parameters or self._projections
         dense = self.dense_layers if self.experts else self.layers
         mlp = dense * self.intermediate
         if self.experts:
@@ -95,17 +95,35 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.layers * attention + 3 * self.hidden * mlp + self.hidden * self.vocab
 
     @property
-    def mlp_parameters(self) -> int:
-        """Parameters of the MLPs of a model without experts."""
-        return self.layers * 3 * self.hidden * self.intermediate
+    def _projections(self) -> int:
+        """Parameters of a layer's attention, as the heads say."""
+        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
-    def kept_bytes(self, share: int) -> float:
-        """Return the bytes of weights on one engine, if so many share the MLPs' weights."""
-        width = DTYPE_BYTES[self.weight_dtype]
+    def sharable_parameters(self, share: int, widest: int = 1, max_sp: int = 1) -> int:
+        """Return the parameters that engines share: of MLPs, and of attention where they can.
+
+        Args:
+            share: how many engines share weights.
+            widest: members of the widest group.
+            max_sp: see ``NodeConfig.max_sp``.
+        """
+        if self.experts:
+            return 0
+        layer = 3 * self.hidden * self.intermediate
+        shares_heads = is_attention_shared(self.kv_heads, share, widest, max_sp)
+        if shares_heads and self.weight_dtype != "fp8" and not self.attention_parameters:
+            layer += self._projections
+        return self.layers * layer
+
+    def kept_bytes(self, share: int, widest: int = 1, max_sp: int = 1) -> float:
+        """Return the bytes of weights on one engine (see ``sharable_parameters``)."""
         if share == 1:
             return self.weight_bytes
-        slots = 2 * self.mlp_parameters / self.layers
-        return self.weight_bytes - width * (self.mlp_parameters * (1 - 1 / share) - slots)
+        shared = self.sharable_parameters(share, widest, max_sp)
+        slots = 2 * shared / self.layers
+        return self.weight_bytes - DTYPE_BYTES[self.weight_dtype] * (
+            shared * (1 - 1 / share) - slots
+        )
 
     @property
     def parameters(self) -> float:
@@ -125,8 +143,8 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes of one parameter of a routed expert."""
         return DTYPE_BYTES[self.expert_dtype or self.weight_dtype]
 
-    def model_shape(self) -> ModelShape:
-        """Return what the cost model knows about the model."""
+    def model_shape(self, share: int = 1, widest: int = 1, max_sp: int = 1) -> ModelShape:
+        """Return what the cost model knows about the model (see ``sharable_parameters``)."""
         return ModelShape(
             layers=self.layers,
             hidden=self.hidden,
@@ -141,7 +159,7 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             experts_per_token=self.experts_per_token,
             expert_parameters=self.expert_parameters,
             expert_bytes=self.expert_width if self.expert_dtype else 0.0,
-            mlp_parameters=0 if self.experts else self.mlp_parameters,
+            sharable_parameters=self.sharable_parameters(share, widest, max_sp),
         )
 
 
@@ -207,17 +225,20 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             request_seconds=self.request_seconds,
         )
 
-    def num_blocks(self, shape: ShapeFile, share: int = 1) -> int:
+    def num_blocks(self, shape: ShapeFile, share: int = 1, widest: int = 1, max_sp: int = 1) -> int:
         """Return the number of KV blocks of one engine.
 
         Args:
             shape: the model.
             share: how many engines share weights.
+            widest: see ``ShapeFile.sharable_parameters``.
+            max_sp: see there, too.
 
         Raises:
             FileError: the weights leave no memory for a block.
         """
-        free = self.memory_bytes * MEMORY_SHARE - shape.kept_bytes(share) - self.reserved_bytes
+        weights = shape.kept_bytes(share, widest, max_sp)
+        free = self.memory_bytes * MEMORY_SHARE - weights - self.reserved_bytes
         blocks = int(free / (shape.model_shape().kv_bytes_per_token * BLOCK_TOKENS))
         if blocks < 1:
             raise FileError("the model's weights do not fit into one device of this hardware")
@@ -225,7 +246,11 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def cost_model(
-    shape: ShapeFile, hardware: HardwareFile, max_sp: int = 1, share_weights: int = 1
+    shape: ShapeFile,
+    hardware: HardwareFile,
+    max_sp: int = 1,
+    share_weights: int = 1,
+    widest: int = 1,
 ) -> CostModel:
     """Return the roofline of a model on this hardware.
 
@@ -234,12 +259,14 @@ def cost_model(
         hardware: the devices.
         max_sp: see ``NodeConfig.max_sp``.
         share_weights: see ``NodeConfig.share_weights``.
+        widest: see ``ShapeFile.sharable_parameters``.
 
     Raises:
         FileError: the hardware file lacks the model's dtype.
     """
     rates = hardware.for_dtype(shape.weight_dtype)
-    return CostModel(shape.model_shape(), rates, max_sp=max_sp, share_weights=share_weights)
+    known = shape.model_shape(share_weights, widest, max_sp)
+    return CostModel(known, rates, max_sp=max_sp, share_weights=share_weights)
 
 
 def step_times(
@@ -249,6 +276,7 @@ def step_times(
     share_weights: int = 1,
     corrections: tuple[Correction, ...] = (),
     captured_tokens: float = math.inf,
+    widest: int = 1,
 ) -> StepTimes:
     """Return how long simulated steps take: the roofline, and what it leaves out of the host.
 
@@ -264,11 +292,12 @@ def step_times(
         share_weights: see ``NodeConfig.share_weights``.
         corrections: what a fit has found.
         captured_tokens: tokens of the largest CUDA graph.
+        widest: see ``ShapeFile.sharable_parameters``.
 
     Raises:
         FileError: the hardware file lacks the model's dtype.
     """
-    model = cost_model(shape, hardware, max_sp, share_weights)
+    model = cost_model(shape, hardware, max_sp, share_weights, widest)
     if corrections:
         return replace(model, corrections=corrections).step_seconds
     host = shape.layers * hardware.sp_layer_host_seconds + hardware.step_seconds

@@ -33,7 +33,7 @@ LEAD_SECONDS = 1.0
 """Time for the node to switch to its policy's first layout before the workload starts."""
 PATIENCE_SECONDS = 3600.0
 """A simulation is given up when it lasts this much longer than the workload's arrivals."""
-_TURNS_AT_ONCE = 100
+_TURNS_AT_ONCE = 1000
 
 _outputs = msgspec.msgpack.Decoder(wire.Outputs)
 

@@ -238,7 +238,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     whole, layouts = args.whole_experts, _configured_layouts(args, max_group, vllm_config)
     configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts, whole)
     gpu = vllm_options.gpu_name() if gpus else None
-    cost_model, fit = _costs(args, vllm_config, engines, gpu, say)
+    cost_model, fit = _costs(args, vllm_config, (engines, max_group), gpu, say)
     if cost_model is None and asked_for is None:
         args.policy = MANUAL.name  # nothing tells how fast layouts are
     return NodeConfig(
@@ -281,15 +281,15 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
 
 
 def _costs(
-    args: Namespace, vllm_config: Any, engines: int, gpu: str | None, say: Say
+    args: Namespace, vllm_config: Any, sizes: tuple[int, int], gpu: str | None, say: Say
 ) -> tuple[CostModel | None, FitSettings]:
-    """Return the node's cost model, and how the start measures what it does not know."""
+    """Return the cost model of a node of so many engines, and of its widest group, and its fit."""
     from shoal.server.options import vllm_options
 
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    model = node_cost_model(args, vllm_config.model_config, cache_dtype, gpu=gpu, say=say)
-    version = vllm_options.vllm_version()
-    return node_fit(args, vllm_config, model, engines=engines, gpu=gpu, vllm=version, say=say)
+    (engines, most), config, cache = sizes, vllm_config.model_config, vllm_config.cache_config
+    model = node_cost_model(args, config, cache.cache_dtype, gpu=gpu, say=say, max_group=most)
+    vllm = vllm_options.vllm_version()
+    return node_fit(args, vllm_config, model, engines=engines, gpu=gpu, vllm=vllm, say=say)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,13 @@ def check_cost_model_files(args: Namespace) -> None:
 
 
 def node_cost_model(
-    args: Namespace, model: Any, cache_dtype: str, *, gpu: str | None, say: Say
+    args: Namespace,
+    model: Any,
+    cache_dtype: str,
+    *,
+    gpu: str | None,
+    say: Say,
+    max_group: int = 1,
 ) -> CostModel | None:
     """Return a node's cost model before any measurement; None if there can be none.
 
@@ -83,6 +89,7 @@ def node_cost_model(
         cache_dtype: vLLM's name of the KV cache's dtype.
         gpu: the driver's name of this machine's GPUs; None on a CPU.
         say: called with the reason if there is none, and with a GPU of which nothing is known.
+        max_group: members of the widest group.
 
     Raises:
         UserError: there can be none, but promises, a group for urgent requests or the shift need
@@ -95,6 +102,7 @@ def node_cost_model(
             hardware_named(hardware or _hardware_of(gpu, say)),
             args.max_sp,
             args.share_weights,
+            max_group,
         )
     except FileError as error:
         needed = args.target or args.urgent_engines or args.shift_threshold is ShiftRule.AUTO

@@ -35,7 +35,7 @@ def add_sharing_options(group: _ActionsContainer, *, automatic: bool) -> None:
         type=_share if automatic else int,
         default=1,
         choices=(AUTO, *ENGINE_COUNTS) if automatic else ENGINE_COUNTS,
-        help="how many engines share the weights of the MLPs: each keeps one part of so many, and "
+        help="how many engines share the weights of layers: each keeps one part of so many, and "
         f"reads the others' parts while it computes{rule if automatic else ''} "
         "(default: %(default)s: each keeps all)",
     )
@@ -70,16 +70,20 @@ def settle_share(args: Namespace, config: Any, engines: int, memory: int) -> Non
     if args.share_weights != AUTO:
         return
     room = memory * config.cache_config.gpu_memory_utilization
-    args.share_weights = automatic_share(config, 1 if args.max_pp > 1 else engines, room)
+    # The largest degree of SP is chosen later; the larger it is, the less engines may share.
+    max_sp = args.max_sp if isinstance(args.max_sp, int) else engines
+    most = 1 if args.max_pp > 1 else engines
+    args.share_weights = automatic_share(config, most, room, max_sp)
 
 
-def automatic_share(config: Any, engines: int, room: float) -> int:
+def automatic_share(config: Any, engines: int, room: float, max_sp: int = 1) -> int:
     """Return the fewest engines that have to share weights so that these fit into each.
 
     Args:
         config: vLLM's ``VllmConfig``.
         engines: of the node.
         room: bytes of a GPU that vLLM may take; 0: it is not known.
+        max_sp: see ``NodeConfig.max_sp``.
 
     Raises:
         UserError: they fit at no number.
@@ -94,9 +98,9 @@ def automatic_share(config: Any, engines: int, room: float) -> int:
         raise UserError(f"--share-weights {AUTO}: {error}") from error
     counts = [count for count in ENGINE_COUNTS if count <= engines]
     for count in counts:
-        if shape.kept_bytes(count) <= MOST_FOR_WEIGHTS * room:
+        if shape.kept_bytes(count, engines, max_sp) <= MOST_FOR_WEIGHTS * room:
             return count
-    least = shape.kept_bytes(counts[-1]) / 1e9
+    least = shape.kept_bytes(counts[-1], engines, max_sp) / 1e9
     raise UserError(
         f"--share-weights {AUTO}: {model.model} has {shape.weight_bytes / 1e9:.0f} GB of weights; "
         f"with --share-weights {counts[-1]} each engine keeps {least:.0f} GB, and a GPU has room "

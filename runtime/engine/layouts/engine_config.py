@@ -14,6 +14,7 @@ from shoal.runtime.engine.weights.sharing.slots import OPERATOR
 from shoal.runtime.engine.weights.view_loader import VIEW_LOAD_FORMAT
 from shoal.runtime.layout_configs import take
 from shoal.runtime.served_weights import EXPERTS_BACKEND, MXFP4_QUANTISATIONS
+from shoal.runtime.shared_attention import is_attention_shared
 
 HEAD_MAJOR_ONLY = 10
 """GPUs of this generation (Blackwell) have attention kernels that read head-major pages alone."""
@@ -36,9 +37,10 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
     config = take(configs, layout)
     config.parallel_config.distributed_executor_backend = executor_class
     config.load_config.use_tqdm_on_load = False
+    shared = f"shared={node.share_weights},attention={shares_attention(node, config)}"
     config.additional_config = {
         **config.additional_config,
-        "shoal_weights": f"{WEIGHT_SCHEME},groups={node.weight_groups},shared={node.share_weights}",
+        "shoal_weights": f"{WEIGHT_SCHEME},groups={node.weight_groups},{shared}",
     }
     config.quant_config = SharedWeights(views=layout != DP, inner=config.quant_config)
     # A layout that cannot hold the asked length serves what it can (see ``vllm_backend``).
@@ -65,6 +67,12 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
             # DP has measured the encoder, and what it keeps (``encoder_cache_bytes``).
             config.model_config.multimodal_config.skip_mm_profiling = True
     return config
+
+
+def shares_attention(node: NodeConfig, config: VllmConfig) -> bool:
+    """Return whether engines share the weights of attention's projections that are plain."""
+    kv_heads = config.model_config.get_total_num_kv_heads()
+    return is_attention_shared(kv_heads, node.share_weights, node.max_group, node.max_sp)
 
 
 def _stream_weights(config: VllmConfig) -> None:

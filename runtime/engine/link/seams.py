@@ -172,7 +172,7 @@ SEAMS = (
     Seam(
         "vllm.model_executor.model_loader.weight_utils",
         "initialize_single_dummy_weight",
-        "shared_mlps",
+        "shared_layers",
     ),
     Seam("vllm.forward_context", "get_forward_context", "ulysses"),
     Seam("vllm.forward_context", "override_forward_context", "interludes"),

@@ -28,7 +28,7 @@ from shoal.runtime.engine.kv.kv_cache import SharedKVBuffer
 from shoal.runtime.engine.kv.kv_lender import KvLender
 from shoal.runtime.engine.layouts.adapters import load_adapters
 from shoal.runtime.engine.layouts.encoder_cache import encoder_cache_bytes
-from shoal.runtime.engine.layouts.engine_config import engine_config
+from shoal.runtime.engine.layouts.engine_config import engine_config, shares_attention
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
@@ -36,7 +36,7 @@ from shoal.runtime.engine.runner.interludes import Interludes
 from shoal.runtime.engine.sequence.enabling import SequenceParallelism
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
 from shoal.runtime.engine.weights.sharing.devices import check_reach, memory_and_copier, pages_on
-from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
+from shoal.runtime.engine.weights.sharing.shared_layers import Heads, SharedLayers
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
 from shoal.runtime.engine.weights.sharing.slots import WeightSlots
@@ -74,7 +74,7 @@ class LayoutLoader:
         self._engine = engine
         self._directory = Path(node.runtime_dir)
         self._dp: VllmConfig
-        self.shared: SharedMlps | None = None
+        self.shared: SharedLayers | None = None
         """The MLPs of which this engine keeps a part only; None: it keeps all weights."""
         self.lender: KvLender | None = None
         """Lends memory of KV to these MLPs."""
@@ -83,7 +83,7 @@ class LayoutLoader:
             memory, copier = memory_and_copier(f"{self._directory.name}-weights", device)
             degree = Degree(node.share_weights, node.weight_groups)
             slots, pages = WeightSlots(copier), pages_on(device)
-            self.shared = SharedMlps(engine, degree, self._directory, memory, slots, pages)
+            self.shared = SharedLayers(engine, degree, self._directory, memory, slots, pages)
             self.lender = KvLender(engine, pages, self.shared.descriptors, self.shared.whole)
         self.buffer = SharedKVBuffer(f"{self._directory.name}-kv", self.lender)
         register_view_loader(
@@ -109,6 +109,7 @@ class LayoutLoader:
             join_node(self._engine, self._node.engines)
             self._dp = engine_config(self._node, DP, UnitExecutor)
             if self.shared is not None:
+                self.shared.heads = self._shared_heads
                 self._dp.quant_config.shared = self.shared.method
                 if self.shared.is_kept():
                     leave_in_use(self._dp.cache_config)
@@ -126,6 +127,14 @@ class LayoutLoader:
                 self._load_weights(layout)
                 self.by_sequence.enable(self.workers[layout], self.workers)
         self._say_what_is_owned()
+
+    @property
+    def _shared_heads(self) -> Heads | None:
+        """What engines share of attention; None: each has all of it."""
+        if not shares_attention(self._node, self._dp):
+            return None
+        kv_heads = self._dp.model_config.get_total_num_kv_heads()
+        return Heads(kv_heads, partial(head_shard, max_sp=self._node.max_sp))
 
     def _say_what_is_owned(self) -> None:
         """Say what layouts beyond DP have loaded themselves.

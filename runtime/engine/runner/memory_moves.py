@@ -11,7 +11,7 @@ from shoal.policies.values.layouts import DP
 from shoal.runtime.clock import Clock
 from shoal.runtime.engine.kv.kv_lender import KvLender
 from shoal.runtime.engine.runner.loading import LayoutLoader
-from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
+from shoal.runtime.engine.weights.sharing.shared_layers import SharedLayers
 from shoal.runtime.protocol.messages import Shares
 
 log = logging.getLogger("shoal.engine")
@@ -34,7 +34,7 @@ class MemoryMoves:
         self._clock = clock
 
     @property
-    def _shared(self) -> SharedMlps:
+    def _shared(self) -> SharedLayers:
         assert self._loader.shared is not None, "the engine shares no weights"
         return self._loader.shared
 

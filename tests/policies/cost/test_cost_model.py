@@ -38,7 +38,7 @@ def test_a_long_prompt_costs_its_arithmetic() -> None:
 
 SHARED = replace(
     MODEL,
-    shape=replace(SHAPE, mlp_parameters=8e5),
+    shape=replace(SHAPE, sharable_parameters=8e5),
     hardware=replace(HARDWARE, peer_bytes_per_second=1e8),
     share_weights=4,
 )

@@ -44,7 +44,8 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def node(model: Path) -> Iterator[RealNode]:
-    with RealNode(model, 2, restart_limit=9, share_weights=2, max_sp=2) as node:
+    sizes = {"kv_cache_memory_bytes": 24 << 20}
+    with RealNode(model, 2, restart_limit=9, share_weights=2, max_sp=2, **sizes) as node:
         yield node
 
 

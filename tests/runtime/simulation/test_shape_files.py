@@ -156,11 +156,26 @@ def test_a_dtype_without_a_rate_is_an_error() -> None:
         step_times(shape, H200)
 
 
-def test_what_sharing_saves_of_weights_holds_kv() -> None:
-    mlps, width = SHAPE.mlp_parameters, SHAPE.weight_bytes - SHAPE.kept_bytes(2)
-    one = SHAPE.kept_bytes(2) - SHAPE.kept_bytes(4)
-    assert one == pytest.approx(mlps / 4 * 2), "a quarter of the MLPs, in 16 bits"
-    assert width == pytest.approx((mlps / 2 - 2 * mlps / SHAPE.layers) * 2), "two slots are left"
-    saved = (H200.num_blocks(SHAPE, 2) - H200.num_blocks(SHAPE)) * 16
-    assert saved == pytest.approx(width / SHAPE.model_shape().kv_bytes_per_token, abs=16)
-    assert SHAPE.kept_bytes(1) == SHAPE.weight_bytes
+@pytest.mark.parametrize(
+    ("widest", "max_sp", "attention"), [(2, 1, True), (4, 2, True), (4, 4, False)]
+)
+def test_what_sharing_saves_of_weights_holds_kv(widest: int, max_sp: int, attention: bool) -> None:
+    heads = 2 * SHAPE.hidden * SHAPE.head_dim * (SHAPE.heads + SHAPE.kv_heads)
+    layer = 3 * SHAPE.hidden * SHAPE.intermediate + attention * heads
+    saved = SHAPE.weight_bytes - SHAPE.kept_bytes(2, widest, max_sp)
+    assert saved == pytest.approx((SHAPE.layers / 2 - 2) * layer * 2), "two slots are left"
+    blocks = H200.num_blocks(SHAPE, 2, widest, max_sp) - H200.num_blocks(SHAPE)
+    token = SHAPE.model_shape().kv_bytes_per_token
+    assert blocks * 16 == pytest.approx(saved / token, abs=16)
+    assert SHAPE.kept_bytes(1, widest, max_sp) == SHAPE.weight_bytes
+
+
+def test_steps_fetch_what_engines_share() -> None:
+    narrow, wide = (cost_model(SHAPE, H200, 4, 2, widest) for widest in (2, 4))
+    fewer = 2 * SHAPE.hidden * SHAPE.head_dim * (SHAPE.heads + SHAPE.kv_heads) * SHAPE.layers
+    rate = H200.fetch_bytes_per_second
+    assert rate is not None
+    more = narrow.fetch_seconds(DP) - wide.fetch_seconds(DP)
+    assert more == pytest.approx(fewer / 2 * 2 / rate), "half of attention's projections, too"
+    fp8 = read_shape("llama-3-70b-fp8")
+    assert fp8.sharable_parameters(2, 2) == 3 * fp8.hidden * fp8.intermediate * fp8.layers

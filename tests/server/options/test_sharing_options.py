@@ -91,7 +91,7 @@ def chosen(gigabytes: int, engines: int, share: int | str = AUTO, **args: Any) -
     found = args.pop("found", None)
     model = args.pop("model", Model())
     config = SimpleNamespace(model_config=model, cache_config=cache, quant_config=found)
-    given = Namespace(**{"share_weights": share, "max_pp": 1} | args)
+    given = Namespace(**{"share_weights": share, "max_pp": 1, "max_sp": 1} | args)
     settle_share(given, config, engines, gigabytes * 10**9)
     return given.share_weights
 
@@ -108,7 +108,7 @@ def test_the_fewest_share_with_which_weights_fit() -> None:
 def test_weights_that_fit_nowhere_are_refused_with_their_size() -> None:
     line = (
         r"^--share-weights auto: m has 141 GB of weights; with --share-weights 2 "
-        r"each engine keeps 88 GB, and a GPU has room for 65 GB$"
+        r"each engine keeps 76 GB, and a GPU has room for 65 GB$"
     )
     with pytest.raises(UserError, match=line):
         chosen(80, 2)

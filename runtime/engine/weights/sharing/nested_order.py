@@ -1,12 +1,17 @@
-"""Which part of every MLP an engine keeps, and from whom it gets the others, in which order.
+"""Which part of every layer an engine keeps, and from whom it gets the others, in which order.
 
 SiDP (section 4) gives whole layers to owners. Here each engine keeps the same part of every layer,
 because a TP layout reads just such a part. Members have the parts in bit-reversed order: so the
 part that an engine computes in a layout of ``2n`` members lies inside the part that it computes in
 a layout of ``n``. An engine that keeps its part of ``n`` has all wider layouts' parts as views.
+Attention has the order of its heads instead (``head_order``), where this is nested, too.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
+
+Order = Callable[[int, int], int]
+"""Returns which of so many equal parts a member computes: its place in a layout, and the parts."""
 
 
 def nested_shard(place: int, of: int) -> int:
@@ -29,7 +34,7 @@ class Source(NamedTuple):
     """Which part it is, counted from the first that the reader needs."""
 
 
-def sources(place: int, share: int, tp: int) -> list[Source]:
+def sources(place: int, share: int, tp: int, order: Order = nested_shard) -> list[Source]:
     """Return who keeps the parts that a member needs in a layout, in the order of reading.
 
     Each member begins with the next one, so that no two read the same member's memory at a time
@@ -39,8 +44,10 @@ def sources(place: int, share: int, tp: int) -> list[Source]:
         place: the member's place among those that share weights.
         share: how many members share weights, each keeping one part of so many.
         tp: members of the layout, at most ``share``.
+        order: of the parts.
     """
-    first = nested_shard(place % tp, tp) * (share // tp)
-    others = [other for other in range(share) if other % tp == place % tp]
-    others.sort(key=lambda other: (other - place - 1) % share)
-    return [Source(other, nested_shard(other, share) - first) for other in others]
+    count = share // tp
+    first = order(place % tp, tp) * count
+    others = [(place + distance) % share for distance in range(1, share + 1)]
+    found = [Source(other, order(other, share) - first) for other in others]
+    return [source for source in found if 0 <= source.part < count]

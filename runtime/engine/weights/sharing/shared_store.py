@@ -4,19 +4,19 @@ from torch import nn
 
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
-from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
+from shoal.runtime.engine.weights.sharing.shared_layers import SharedLayers
 from shoal.runtime.engine.weights.store import ResidentWeights
 
 
 class SharedStore(ResidentWeights):
-    """The DP model's weights, of which the MLPs' are what ``SharedMlps`` says.
+    """The DP model's weights, of which the MLPs' are what ``SharedLayers`` says.
 
     Args:
         model: the DP model.
         mlps: its MLPs.
     """
 
-    def __init__(self, model: nn.Module, mlps: SharedMlps) -> None:
+    def __init__(self, model: nn.Module, mlps: SharedLayers) -> None:
         super().__init__(model)
         self._mlps = mlps
 

@@ -1,4 +1,4 @@
-"""One weight of an MLP that engines share: how it is divided, and how a part is loaded."""
+"""One weight that engines share: how it is divided, and how a part is loaded."""
 
 import math
 from collections.abc import Callable
@@ -7,8 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shoal.runtime.engine.weights.sharing.nested_order import Order, nested_shard
+
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-"""vLLM's names of the layers whose weights are shared."""
+"""vLLM's names of the layers of MLPs whose weights are shared."""
+QKV, OUTPUT = "qkv_proj", "o_proj"
+"""The same for attention."""
+_BY_INPUTS = (DOWN, OUTPUT)
+_NAMES = {"q": 0, "k": 1, "v": 2}
+"""What vLLM calls the three parts of ``QKV``."""
 ALIGNMENT = 256
 """Each weight begins at a multiple of so many bytes, as kernels like it."""
 _WORD, _CHUNK = 8, 4096
@@ -26,17 +33,19 @@ class Degree(NamedTuple):
 
 @dataclass
 class SharedWeight:
-    """One weight of an MLP, of which this engine keeps a part.
+    """One weight of an MLP or of attention, of which this engine keeps a part.
 
     Attributes:
-        layer: number of the MLP in the model.
-        kind: ``GATE_UP`` or ``DOWN``.
+        layer: number of the layer in the model, that is of what is in a slot at a time.
+        kind: ``GATE_UP``, ``DOWN``, ``QKV`` or ``OUTPUT``.
         shape: of the whole weight, ``[outputs, inputs]``.
         degree: how it is divided.
         own: which part this engine keeps (``nested_order``).
         begin: where the part begins in the engine's memory, in bytes.
         packed: whether each part of ``DOWN`` is a matrix of its own, with the outputs as rows, as
             FP8 kernels need it; parts are one after the other. If not, the inner units are rows.
+        order: which part each engine keeps.
+        sections: outputs of queries, keys and values in the whole weight; of ``QKV`` only.
     """
 
     layer: int
@@ -47,12 +56,25 @@ class SharedWeight:
     own: int
     begin: int
     packed: bool = False
+    order: Order = nested_shard
+    sections: tuple[int, ...] = ()
     kept: torch.Tensor | None = None
     """This engine's part as it is stored, once there is memory for it."""
     was_filled: bool = False
     """Whether this memory came filled, and so cannot be written."""
     missing: set[int] = field(default_factory=set)
-    """What of the part is still to be loaded: 0, of gate_up gate (0) and up (1)."""
+    """What of the part is still to be loaded: 0, of gate_up gate (0) and up (1), of QKV three."""
+
+    @property
+    def is_by_inputs(self) -> bool:
+        """Whether a part has some of the inputs; others have some of the outputs."""
+        return self.kind in _BY_INPUTS
+
+    @property
+    def holders(self) -> list[int]:
+        """The places of the engines that keep the parts, the first part's first."""
+        places = range(self.degree.parts)
+        return sorted(places, key=lambda place: self.order(place, self.degree.parts))
 
     @property
     def whole_bytes(self) -> int:
@@ -67,10 +89,11 @@ class SharedWeight:
     def stored(self, memory: torch.Tensor) -> torch.Tensor:
         """Return some parts as they are stored, ``[rows, columns]``, as a view of memory, uint8.
 
-        Each part is a range of rows. The inner units of the MLP are the rows, so those of
-        ``down_proj`` are stored transposed, unless they are ``packed``.
+        Each part is a range of rows. The inner units of the MLP, or of the heads, are the rows. So
+        ``down_proj`` and ``o_proj`` are stored transposed, unless they are ``packed``. A part of
+        ``qkv_proj`` has its queries, then its keys, then its values.
         """
-        columns = self.shape[1] if self.kind == GATE_UP else self.shape[0]
+        columns = self.shape[0] if self.is_by_inputs else self.shape[1]
         if self._has_packed_parts:
             columns = self.shape[1] // self.degree.parts
         return memory.view(self.dtype).view(-1, columns)
@@ -86,7 +109,7 @@ class SharedWeight:
         """
         if self._has_packed_parts:
             return stored.view(self.shape[0], -1)
-        return stored if self.kind == GATE_UP else stored.t()
+        return stored.t() if self.is_by_inputs else stored
 
     @property
     def kept_bytes(self) -> int:
@@ -122,25 +145,37 @@ class SharedWeight:
     def keep_in(self, memory: torch.Tensor, *, filled: bool) -> None:
         """Keep this engine's part in its memory, uint8, which may hold it already."""
         self.kept, self.was_filled = self.part_in(memory), filled
-        self.missing = set() if filled else set(range(2 if self.kind == GATE_UP else 1))
+        self.missing = set() if filled else set(range(len(self._targets())))
+
+    def _targets(self) -> list[torch.Tensor]:
+        """Return where the tensors of the checkpoint come to lie, as views of what is kept."""
+        assert self.kept is not None, "there is no memory for it yet"
+        if self.is_by_inputs:
+            return [self.kept]
+        if self.kind == QKV:
+            return list(self.kept.split([size // self.degree.parts for size in self.sections]))
+        pairs = self.kept.view(self.degree.groups // self.degree.parts, 2, -1, self.shape[1])
+        return list(pairs.unbind(1))
 
     def load(self, loaded: torch.Tensor, half: Any = None) -> None:
         """Take this engine's part of a tensor of the checkpoint.
 
         Args:
-            loaded: gate, up or down whole, as stored; or gate and up in one tensor.
-            half: 0 for gate and 1 for up; anything else: all of the weight.
+            loaded: what the checkpoint has of it whole, as stored: all, or a half or section.
+            half: 0 for gate and 1 for up, or "q", "k" or "v"; anything else: all of the weight.
         """
-        assert self.kept is not None, "there is no memory for it yet"
-        if self.kind == DOWN:
+        targets = self._targets()
+        if self.is_by_inputs:
             own = self.within(loaded.t(), self.own, self.degree.parts)
-            self._take(0, self.kept, own.t() if self.packed else own)
+            self._take(0, targets[0], own.t() if self.packed else own)
             return
-        halves = {half: loaded} if half in (0, 1) else dict(enumerate(loaded.chunk(2)))
-        pairs = self.kept.view(self.degree.groups // self.degree.parts, 2, -1, self.shape[1])
-        for number, rows in halves.items():
-            own = self.within(rows, self.own, self.degree.parts)
-            self._take(number, pairs[:, number], own.reshape(pairs[:, number].shape))
+        number = _NAMES.get(half, half)
+        rows = [loaded]
+        if number not in range(len(targets)):
+            number, rows = 0, list(loaded.split(self.sections or loaded.shape[0] // 2))
+        for each, some in enumerate(rows, number):
+            own = self.within(some, self.own, self.degree.parts)
+            self._take(each, targets[each], own.reshape(targets[each].shape))
 
     def make_up(self, fill: Callable[[torch.Tensor], None]) -> None:
         """Fill what is missing with made-up values."""

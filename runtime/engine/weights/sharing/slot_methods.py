@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
+from shoal.policies.values.layouts import DP
 from shoal.runtime.engine.weights.rules.unquantised import PlainLinear
-from shoal.runtime.engine.weights.sharing.shared_weight import GATE_UP, SharedWeight
+from shoal.runtime.engine.weights.sharing.shared_weight import SharedWeight
+from shoal.runtime.engine.weights.sharing.slots import use_weights
 from shoal.runtime.engine.weights.sharing.split_linear import INPUTS, OUTPUTS, split_linear
 
 
@@ -64,7 +66,7 @@ class SlotMethod(Protocol):
 
 
 Add = Callable[..., tuple[SharedWeight, Parameter]]
-"""``SharedMlps.add`` for one layer."""
+"""``SharedLayers.add`` for one layer."""
 
 
 class SlotLinear(PlainLinear):
@@ -101,27 +103,120 @@ class SlotLinear(PlainLinear):
         Args:
             layer: of the DP model, which is complete.
             x: ``[tokens, inputs]``.
-            bias: None; other layers are refused.
+            bias: is added to the output.
         """
-        return split_linear(x, layer.weight, layer.own, layer.own_begin, layer.own_dimension)
+        y = split_linear(x, layer.weight, layer.own, layer.own_begin, layer.own_dimension)
+        return y if bias is None else y + bias
 
     def keep(self, layer: nn.Module, weight: SharedWeight, _whole: torch.Tensor) -> None:
         """See ``SlotMethod.keep``."""
         assert weight.kept is not None
         layer.register_buffer("own", weight.of_layer(weight.kept), persistent=False)
-        layer.own_dimension = OUTPUTS if weight.kind == GATE_UP else INPUTS
+        layer.own_dimension = INPUTS if weight.is_by_inputs else OUTPUTS
         layer.own_begin = weight.own * layer.own.shape[layer.own_dimension]
 
     def part(
-        self, _layer: nn.Module, weight: SharedWeight, stored: torch.Tensor, _parts: PartRange
+        self, layer: nn.Module, weight: SharedWeight, stored: torch.Tensor, _parts: PartRange
     ) -> nn.Module:
         """See ``SlotMethod.part``."""
         tensor = weight.of_layer(stored)
-        layer = nn.Module()
-        layer.register_parameter("weight", Parameter(tensor, requires_grad=False))
-        layer.register_parameter("bias", None)
-        layer.input_size, layer.shoal_grouped = tensor.shape[1], True
-        return layer
+        part = nn.Module()
+        part.register_parameter("weight", Parameter(tensor, requires_grad=False))
+        part.register_parameter("bias", layer.bias)
+        part.input_size, part.shoal_grouped = tensor.shape[1], True
+        return part
 
     def stream(self, *_: Any) -> None:
         """See ``SlotMethod.stream``. All parts together are one matrix, of which it has a view."""
+
+
+class SlotQkv(SlotLinear):
+    """``SlotMethod`` of queries, keys and values, and what waits for a layer's slot.
+
+    A part has its own queries, keys and values, one after the other (``SharedWeight.stored``). So
+    outputs of several parts are put in vLLM's order afterwards. The bias is in the order of parts.
+
+    Args:
+        add: makes the weight.
+    """
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Let the weight be a slot (see ``SlotLinear``)."""
+        shape = (sum(output_partition_sizes), input_size_per_partition)
+        sections = tuple(output_partition_sizes)
+        weight, parameter = self._add(shape, params_dtype, sections=sections)
+        layer.register_parameter("weight", parameter)
+        layer.slot_number, layer.slot_parts = weight.layer, weight.degree.parts
+        layer.slot_sections = weight.sections
+
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the layer's output, once the weights of the whole layer are in their slot."""
+        x = use_weights(x, DP.tp, layer.slot_number)
+        return _in_sections(super().apply(layer, x, bias), layer.slot_sections, layer.slot_parts)
+
+    def keep(self, layer: nn.Module, weight: SharedWeight, whole: torch.Tensor) -> None:
+        """See ``SlotMethod.keep``."""
+        super().keep(layer, weight, whole)
+        if layer.bias is not None:
+            parts = weight.degree.parts
+            sections = [some.view(parts, -1) for some in layer.bias.data.split(weight.sections)]
+            layer.bias.data.copy_(torch.cat(sections, dim=1).view(-1))
+
+    def part(
+        self, layer: nn.Module, weight: SharedWeight, stored: torch.Tensor, parts: PartRange
+    ) -> nn.Module:
+        """See ``SlotMethod.part``."""
+        part = super().part(layer, weight, stored, parts)
+        all_parts = weight.degree.parts
+        if layer.bias is not None:
+            size = layer.bias.shape[0] // all_parts
+            bias = layer.bias.data.narrow(0, parts.first * size, parts.size * size)
+            part.bias = Parameter(bias, requires_grad=False)
+        part.output_sizes = [size * parts.size // all_parts for size in weight.sections]
+        part.total_num_kv_heads = layer.total_num_kv_heads * parts.size // all_parts
+        part.shoal_grouped = parts.size > 1
+        return part
+
+    def stream(
+        self,
+        target: nn.Module,
+        layer: nn.Module,
+        weight: SharedWeight,
+        stored: torch.Tensor,
+        parts: PartRange,
+    ) -> None:
+        """See ``SlotMethod.stream``."""
+        target.slot_number, target.slot_parts = weight.layer, parts.size
+        all_parts = weight.degree.parts
+        target.slot_tp = all_parts // parts.size
+        target.slot_sections = tuple(size // target.slot_tp for size in weight.sections)
+        target.quant_method = StreamedQkv(meta=True)
+
+
+class StreamedQkv(PlainLinear):
+    """Queries, keys and values of a layout that streams several parts: one product for all."""
+
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the layer's output, once the weights of the whole layer are in their slot."""
+        x = use_weights(x, layer.slot_tp, layer.slot_number)
+        return _in_sections(super().apply(layer, x, bias), layer.slot_sections, layer.slot_parts)
+
+
+def _in_sections(y: torch.Tensor, sections: tuple[int, ...], parts: int) -> torch.Tensor:
+    """Return outputs of some parts, each with its queries, keys and values, in vLLM's order."""
+    of_parts = y.view(*y.shape[:-1], parts, -1)
+    found = of_parts.split([size // parts for size in sections], dim=-1)
+    return torch.cat([some.flatten(-2) for some in found], dim=-1)

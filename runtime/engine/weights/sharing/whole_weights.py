@@ -1,4 +1,4 @@
-"""Where layouts of few members find whole weights of MLPs, and what memory is behind them.
+"""Where layouts of few members find whole weights, and what memory is behind them.
 
 While engines share weights, all layers of a kind have two slots' memory behind them, alternately.
 When an engine has whole weights, each layer has copies of its peers' parts, in memory that KV lends
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from shoal.runtime.engine.weights.sharing.filling import PATIENCE_SECONDS, Filling, Part
-from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
 from shoal.runtime.engine.weights.sharing.pages import Exchange, Pages
 from shoal.runtime.engine.weights.sharing.shared_weight import SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import SLOTS
@@ -28,7 +27,7 @@ class _Place(NamedTuple):
 
 
 class WholeWeights:
-    """The whole weights of one engine's shared MLPs.
+    """The whole weights of one engine's shared layers.
 
     DP computes with the engine's own part where it is kept. So if two engines share weights, only
     the other one's part is copied. Among more engines there are TP layouts that need this engine's
@@ -139,10 +138,10 @@ class WholeWeights:
         layers: dict[int, list[Part]] = {}
         for (name, weight), memory in zip(self._weights.items(), lent, strict=True):
             place, parts = self._places[name], weight.degree.parts
-            own = nested_shard(weight.own, parts)  # the order is its own inverse
+            own = weight.holders[weight.own]
             for step in range(1, parts if parts == 2 else parts + 1):
                 holder = (own + step) % parts
-                begin = nested_shard(holder, parts) * weight.part_bytes
+                begin = weight.order(holder, parts) * weight.part_bytes
                 end, first = begin + weight.part_bytes, place.moving.start
                 part = Part(
                     name=name,

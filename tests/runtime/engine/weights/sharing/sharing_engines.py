@@ -1,24 +1,29 @@
-"""Engines of one process that keep a part of some MLPs each."""
+"""Engines of one process that keep a part of some layers each."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.groups.head_order import head_shard
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.sharing.device_pages import DevicePages
 from shoal.runtime.engine.weights.sharing.device_shards import DeviceShards
 from shoal.runtime.engine.weights.sharing.pages import HostPages, Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import HostShards, ShardMemory
-from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
+from shoal.runtime.engine.weights.sharing.shared_layers import Heads, SharedLayers
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
 from shoal.runtime.engine.weights.sharing.slots import Copier, HostCopier, WeightSlots, stream_by
@@ -38,6 +43,8 @@ class Sizes(NamedTuple):
 
 PLAIN, LAYERS, ENGINES = Sizes(96, 32), 3, 4
 """A half of ``gate_up_proj`` is three pages in fp32, and one of ``down_proj`` a page and a half."""
+HEADS, KV_HEADS, HEAD_SIZE = 8, 4, 8
+BY_HEADS = Heads(KV_HEADS, partial(head_shard, max_sp=2))
 
 
 class Mlp(nn.Module):
@@ -66,7 +73,38 @@ class Mlp(nn.Module):
         return x
 
 
+class Attention(nn.Module):
+    """Projections as in vLLM's Qwen2, and between them what each head does for itself."""
+
+    def __init__(self, quant: SharedWeights, name: str, hidden: int) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(
+            *(hidden, HEAD_SIZE, HEADS, KV_HEADS),
+            bias=True,
+            quant_config=quant,
+            prefix=f"{name}.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            *(HEADS * HEAD_SIZE, hidden),
+            bias=False,
+            quant_config=quant,
+            prefix=f"{name}.o_proj",
+            reduce_results=False,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv, _ = self.qkv_proj(x)
+        heads = qkv.view(len(x), -1, HEAD_SIZE)
+        kv_heads = self.qkv_proj.num_kv_heads
+        q, k, v = heads.split([self.qkv_proj.num_heads, kv_heads, kv_heads], dim=1)
+        q = q.view(len(x), kv_heads, -1, HEAD_SIZE)
+        x, _ = self.o_proj((q.tanh() * k.unsqueeze(2) + v.unsqueeze(2)).reshape(len(x), -1))
+        return x
+
+
 class Model(nn.Module):
+    """MLPs, and attention if it has any, in blocks."""
+
     def __init__(
         self,
         quant: SharedWeights,
@@ -80,6 +118,36 @@ class Model(nn.Module):
             Mlp(quant, f"mlps.{layer}", sizes, act(), bias=bias) for layer in range(LAYERS)
         )
 
+    @property
+    def steps(self) -> list[nn.Module]:
+        """What a step computes, in its order."""
+        return list(self.mlps)
+
+
+class Block(nn.Module):
+    """A decoder layer."""
+
+    def __init__(self, quant: SharedWeights, name: str, sizes: Sizes) -> None:
+        super().__init__()
+        self.attn = Attention(quant, f"{name}.attn", sizes.hidden)
+        self.mlp = Mlp(quant, f"{name}.mlp", sizes, SiluAndMul(), bias=False)
+
+
+class Decoder(Model):
+    """Has attention, too."""
+
+    def __init__(self, quant: SharedWeights, *, sizes: Sizes) -> None:
+        nn.Module.__init__(self)
+        self.blocks = nn.ModuleList(
+            Block(quant, f"blocks.{layer}", sizes) for layer in range(LAYERS)
+        )
+        self.mlps = [block.mlp for block in self.blocks]  # type: ignore[assignment]
+
+    @property
+    def steps(self) -> list[nn.Module]:
+        """What a step computes, in its order."""
+        return [part for block in self.blocks for part in (block.attn, block.mlp)]
+
 
 def load(model: Model) -> None:
     """Load weights that are not quantised."""
@@ -92,6 +160,20 @@ def load(model: Model) -> None:
         mlp.down_proj.weight.weight_loader(mlp.down_proj.weight, down)
 
 
+def load_decoder(model: Any) -> None:
+    """Load weights of a ``Decoder`` that are not quantised."""
+    load(model)
+    draw = torch.Generator().manual_seed(7)
+    for block in model.blocks:
+        qkv, output = block.attn.qkv_proj, block.attn.o_proj
+        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
+            for parameter, shape in ((qkv.weight, (PLAIN.hidden,)), (qkv.bias, ())):
+                rows = torch.randn(heads * HEAD_SIZE, *shape, generator=draw)
+                parameter.weight_loader(parameter, rows, name)
+        columns = torch.randn(PLAIN.hidden, HEADS * HEAD_SIZE, generator=draw)
+        output.weight.weight_loader(output.weight, columns)
+
+
 class Weights(NamedTuple):
     """What weights engines have."""
 
@@ -100,30 +182,37 @@ class Weights(NamedTuple):
     """Loads the whole model's."""
     inner: Callable[[], QuantizationConfig | None] = lambda: None
     """Makes vLLM's configuration of a quantised checkpoint."""
+    model: Callable[..., Model] = Model
+    heads: Heads | None = None
+    """What engines share of attention."""
 
     def config(self, *, views: bool) -> SharedWeights:
         """Return the configuration of a layout."""
         config = SharedWeights(views=views, inner=self.inner())
-        config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+        config.packed_modules_mapping = {
+            "gate_up_proj": ["gate_proj", "up_proj"],
+            "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        }
         return config
 
     def outputs(self, model: Model) -> list[torch.Tensor]:
-        """Return what each MLP makes of the same input, in the order of a step, twice."""
+        """Return what each part of the model makes of the same input, in a step's order, twice."""
         draw = torch.Generator().manual_seed(3)
         x = torch.randn(5, self.sizes.hidden, generator=draw, dtype=torch.float32)
         x = x.to(torch.get_default_dtype())
-        return [mlp(x.clone()) for _ in range(2) for mlp in model.mlps]
+        return [part(x.clone()) for _ in range(2) for part in model.steps]
 
     def whole(self) -> Model:
         """Return the DP model of an engine that shares nothing, with its rows grouped."""
         with tensor_parallel(0, 1):
-            model = Model(self.config(views=False), sizes=self.sizes)
+            model = self.model(self.config(views=False), sizes=self.sizes)
             self.load(model)
         arrange_weights(ResidentWeights(model), ENGINES)
         return model
 
 
 UNQUANTISED = Weights(PLAIN, load)
+DECODER = Weights(PLAIN, load_decoder, model=Decoder, heads=BY_HEADS)
 
 
 Parts = tuple[ShardMemory, Copier, Pages]
@@ -159,13 +248,14 @@ class SharingEngine:
         self.number, self._weights = number, weights
         memory, copier, self.pages = kind()
         self.slots = WeightSlots(copier)
-        self.mlps = SharedMlps(
+        self.mlps = SharedLayers(
             number, Degree(share, groups), directory, memory, self.slots, self.pages
         )
+        self.mlps.heads = weights.heads
         quant = weights.config(views=False)
         quant.shared = self.mlps.method
         with tensor_parallel(0, 1):
-            self.dp = Model(quant, sizes=weights.sizes)
+            self.dp = weights.model(quant, sizes=weights.sizes)
             weights.load(self.dp)
         self.store = SharedStore(self.dp, self.mlps)
         arrange_weights(self.store, groups)
@@ -180,7 +270,7 @@ class SharingEngine:
         """Return the engine's model in a TP layout."""
         rank, layout = self.number % tp, Layout(tp=tp)
         with tensor_parallel(rank, tp):
-            model = Model(self._weights.config(views=True), sizes=self._weights.sizes)
+            model = self._weights.model(self._weights.config(views=True), sizes=self._weights.sizes)
             view_weights(model, self.store, layout, rank)
         self.mlps.stream_in(model, layout)
         return model
@@ -208,8 +298,11 @@ def node(
         SharingEngine(directory, number, share, kind=kind, weights=weights)
         for number in range(ENGINES)
     ]
+    # Not by ``map``: when one fails, it does not begin with the others, which their peers wait for.
     with ThreadPoolExecutor(ENGINES) as threads:
-        list(threads.map(SharingEngine.complete, engines))
+        completed = [threads.submit(engine.complete) for engine in engines]
+    for each in completed:
+        each.result()
     return engines
 
 

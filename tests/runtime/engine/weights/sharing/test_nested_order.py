@@ -1,10 +1,12 @@
 """Parts of MLPs: nested in each other, and read from one peer at a time."""
 
 import itertools
+from functools import partial
 
 import pytest
 
-from shoal.runtime.engine.weights.sharing.nested_order import Source, nested_shard, sources
+from shoal.runtime.engine.groups.head_order import head_shard
+from shoal.runtime.engine.weights.sharing.nested_order import Order, Source, nested_shard, sources
 
 SIZES = (1, 2, 4, 8)
 
@@ -31,12 +33,19 @@ def test_in_the_order_of_ranks_it_does_not() -> None:
 @pytest.mark.parametrize(
     ("share", "tp"), [(share, tp) for share in SIZES for tp in SIZES if tp <= share]
 )
-def test_members_read_what_they_compute_each_from_another_peer(share: int, tp: int) -> None:
-    reads = [sources(place, share, tp) for place in range(share)]
+@pytest.mark.parametrize(
+    "order", [nested_shard, *(partial(head_shard, max_sp=most) for most in (1, 2, 4))]
+)
+def test_members_read_what_they_compute_each_from_another_peer(
+    share: int, tp: int, order: Order
+) -> None:
+    reads = [sources(place, share, tp, order) for place in range(share)]
     for place, found in enumerate(reads):
         assert sorted(part for _, part in found) == list(range(share // tp))
-        first = nested_shard(place % tp, tp) * (share // tp)
-        assert all(nested_shard(other, share) == first + part for other, part in found)
+        first = order(place % tp, tp) * (share // tp)
+        assert all(order(other, share) == first + part for other, part in found)
+    if order is not nested_shard:
+        return  # these read from the same peers as nested parts only where they are nested
     for at_once in zip(*reads, strict=True):
         assert len({source.place for source in at_once}) == share, "two read the same memory"
 

@@ -18,7 +18,7 @@ from vllm.platforms import PlatformEnum
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.kernels import fp8_methods
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
-from shoal.runtime.engine.weights.sharing import shared_mlps
+from shoal.runtime.engine.weights.sharing import shared_layers
 from shoal.runtime.engine.weights.sharing.filling import Filling
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import view_weights
@@ -258,7 +258,9 @@ def test_parts_in_the_order_of_ranks_change_what_is_computed(
     engines, expected = node(tmp_path, 2, weights=weights(name)), expected_outputs(name)
     assert_right(engines, expected)
     monkeypatch.setattr(
-        shared_mlps.SharedMlps, "_within", lambda mlps, tp: Shard(mlps._engine % tp % 2, tp // 2)
+        shared_layers.SharedLayers,
+        "_within",
+        lambda mlps, tp, _: Shard(mlps._engine % tp % 2, tp // 2),
     )
     with pytest.raises(AssertionError):
         assert_right(engines, {4: expected[4]})

@@ -1,6 +1,7 @@
-"""The MLPs of a model of which each engine keeps a part, and gets the others from its peers.
+"""The layers of a model of which each engine keeps a part, and gets the others from its peers.
 
-SiDP, section 4. What is shared are the gated MLPs (FFN), most of a dense model's weights. Loading
+SiDP, section 4. What is shared are the gated MLPs (FFN), most of a dense model's weights, and
+attention's projections where engines keep whole KV heads (``shared_attention``). Loading
 fills only the engine's own part. The DP model and other layouts with fewer members than there are
 parts have whole weights (``whole_weights``): slots, or copies. Wider layouts view the engine's own
 part.
@@ -11,12 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import Parameter
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -28,29 +33,46 @@ from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.rules.unquantised import STOCK
 from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
 from shoal.runtime.engine.weights.sharing.filling import Filled, Part, rehearse
-from shoal.runtime.engine.weights.sharing.nested_order import nested_shard, sources
+from shoal.runtime.engine.weights.sharing.nested_order import Order, nested_shard, sources
 from shoal.runtime.engine.weights.sharing.pages import Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
 from shoal.runtime.engine.weights.sharing.shared_weight import (
     ALIGNMENT,
     DOWN,
     GATE_UP,
+    OUTPUT,
+    QKV,
     Degree,
     SharedWeight,
 )
 from shoal.runtime.engine.weights.sharing.slot_fp8 import SlotFp8, slot_fp8
-from shoal.runtime.engine.weights.sharing.slot_methods import PartRange, SlotLinear, SlotMethod
+from shoal.runtime.engine.weights.sharing.slot_methods import (
+    PartRange,
+    SlotLinear,
+    SlotMethod,
+    SlotQkv,
+)
 from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots, stream_by, use_weights
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
+_OF_MLPS = {GATE_UP: MergedColumnParallelLinear, DOWN: RowParallelLinear}
 PEER_SECONDS = 1800.0
 """How long engines wait for each other's part of the weights: for the slowest disk."""
 POLL_SECONDS = 0.05
 """Time between two looks for the part of a peer that is still loading."""
 
 
-class SharedMlps:
-    """The MLPs of one engine's model, of which it keeps a part.
+class Heads(NamedTuple):
+    """Attention whose projections are shared."""
+
+    kv_heads: int
+    """Of a layer of the whole model; the parts divide them."""
+    order: Order
+    """Which part of the heads a member computes (``head_order.head_shard``)."""
+
+
+class SharedLayers:
+    """The MLPs of one engine's model, of which it keeps a part, and attention's projections.
 
     Args:
         engine: this engine.
@@ -72,13 +94,17 @@ class SharedMlps:
     ) -> None:
         self._engine, self._degree, self._place = engine, degree, engine % degree.parts
         self._memory, self._slots = memory, slots
+        self.heads: Heads | None = None
+        """What engines share of attention; None: each has all of it. To be set before layers."""
         self._weights: dict[str, SharedWeight] = {}
         """By the name of the layer in the model."""
         self._methods: dict[str, SlotMethod] = {}
         self._layers: dict[str, nn.Module] = {}
         """The same layers of the DP model, once it is complete."""
         self._numbers: dict[str, int] = {}
-        """The number of each MLP, by its name in the model."""
+        """The number of each layer, by its name in the model, or by that of its MLP."""
+        self._mlps: dict[str, int] = {}
+        """The number of each MLP's layer, by the MLP's name in the model."""
         self.whole = WholeWeights(pages)
         self._kept: dict[int, torch.Tensor] = {}
         """What engines keep, by their places among those that share: this engine's, then peers'."""
@@ -101,17 +127,46 @@ class SharedMlps:
         Raises:
             UnviewableWeights: weights that are quantised so cannot be shared.
         """
-        kinds = {GATE_UP: MergedColumnParallelLinear, DOWN: RowParallelLinear}
-        kind = kinds.get(name.rpartition(".")[2])
-        if kind is None or not isinstance(layer, kind):
-            return None
-        add = partial(self.add, name)
-        method = SlotLinear(add) if isinstance(stock, STOCK) else slot_fp8(stock, layer, name, add)
-        self._methods[name] = method
+        owner, _, kind = name.rpartition(".")
+        add, is_plain = partial(self.add, name), isinstance(stock, STOCK)
+        method: SlotLinear | SlotFp8 | None = None
+        if isinstance(layer, _OF_MLPS.get(kind, ())):
+            method = SlotLinear(add) if is_plain else slot_fp8(stock, layer, name, add)
+        elif is_plain and kind == QKV and self._divides(layer):
+            method = SlotQkv(add)
+        elif is_plain and kind == OUTPUT and f"{owner}.{QKV}" in self._weights:
+            method = SlotLinear(add)
+        if method is not None:
+            self._methods[name] = method
         return method
 
+    def _divides(self, layer: nn.Module) -> bool:
+        """Return whether engines keep a part of a layer's heads."""
+        return (
+            self.heads is not None
+            and isinstance(layer, QKVParallelLinear)
+            and layer.total_num_kv_heads == self.heads.kv_heads
+        )
+
+    def _number(self, name: str) -> int:
+        """Return the number of a weight's layer: attention and the MLP behind it are one."""
+        owner, _, kind = name.rpartition(".")
+        block = owner.rpartition(".")[0] or owner
+        number = self._numbers.setdefault(block, len(self._numbers))
+        if any((known.layer, known.kind) == (number, kind) for known in self._weights.values()):
+            number = self._numbers.setdefault(owner, len(self._numbers))
+        if kind in (GATE_UP, DOWN):
+            self._mlps[owner] = number
+        return number
+
     def add(
-        self, name: str, shape: tuple[int, int], dtype: torch.dtype, *, packed: bool = False
+        self,
+        name: str,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        *,
+        packed: bool = False,
+        sections: tuple[int, ...] = (),
     ) -> tuple[SharedWeight, Parameter]:
         """Return a layer's weight, and the parameter, which is a slot.
 
@@ -120,25 +175,31 @@ class SharedMlps:
             shape: ``[outputs, inputs]``.
             dtype: of the elements.
             packed: see ``SharedWeight``.
+            sections: see ``SharedWeight``.
 
         Raises:
             UnviewableWeights: it has no so many equal parts.
         """
-        mlp, _, kind = name.rpartition(".")
-        size = shape[0] // 2 if kind == GATE_UP else shape[1]
-        if size % self._degree.groups:
+        kind = name.rpartition(".")[2]
+        order: Order = nested_shard
+        if kind in (QKV, OUTPUT):
+            assert self.heads is not None, "attention is not shared"
+            order = self.heads.order
+        elif (size := shape[0] // 2 if kind == GATE_UP else shape[1]) % self._degree.groups:
             raise UnviewableWeights(
                 f"{name}: {size} inner units do not make {self._degree.groups} equal parts"
             )
         weight = SharedWeight(
-            layer=self._numbers.setdefault(mlp, len(self._numbers)),
+            layer=self._number(name),
             kind=kind,
             shape=shape,
             dtype=dtype,
             degree=self._degree,
-            own=nested_shard(self._place, self._degree.parts),
+            own=order(self._place, self._degree.parts),
             begin=self.size,
             packed=packed,
+            order=order,
+            sections=sections,
         )
         self._weights[name] = weight
         self.whole.add(name, weight)
@@ -183,7 +244,7 @@ class SharedMlps:
 
     def _member_part(self, weight: SharedWeight, whole: torch.Tensor, tp: int) -> torch.Tensor:
         """Return what this engine computes with in a layout, of a whole weight as it is stored."""
-        return weight.within(whole, nested_shard(self._place % tp, tp), tp)
+        return weight.within(whole, weight.order(self._place % tp, tp), tp)
 
     def _allocate(self) -> None:
         """Find or make memory for this engine's part: all layers are known, none is loaded."""
@@ -230,7 +291,7 @@ class SharedMlps:
         self._meet_peers()
 
     def _check(self, model: nn.Module) -> None:
-        mlps = {name: m for name, m in model.named_modules() if name in self._numbers}
+        mlps = {name: m for name, m in model.named_modules() if name in self._mlps}
         if not mlps:
             raise UnviewableWeights(f"{type(model).__name__} has no gated MLPs to be shared")
         for name, mlp in mlps.items():
@@ -271,7 +332,8 @@ class SharedMlps:
             full: a layer of the DP model.
             shard: what part of it a member of a layout has, if the layer is not shared.
         """
-        if full.name in self._numbers:
+        order: Order = nested_shard
+        if full.name in self._mlps:
             # What the rule needs of an MLP is how many groups of rows its activation reads.
             kept = nn.Module()
             groups = self._degree.groups // min(shard.of, self._degree.parts)
@@ -279,11 +341,13 @@ class SharedMlps:
         elif full.name in self._weights:
             weight, layer = self._weights[full.name], self._layers[full.name]
             stored, parts = self._of_member(full.name, shard.of)
-            kept = self._methods[full.name].part(layer, weight, stored, parts)
+            kept, order = self._methods[full.name].part(layer, weight, stored, parts), weight.order
         else:
             return full, shard
+        within = self._within(shard.of, order)
+        kept.shoal_grouped = getattr(kept, "shoal_grouped", True) or within.of == 1
         find = lambda name: kept.get_parameter(name.rpartition(".")[2])  # noqa: E731
-        return FullLayer(full.name, kept, find), self._within(shard.of)
+        return FullLayer(full.name, kept, find), within
 
     def _of_member(self, name: str, tp: int) -> tuple[torch.Tensor, PartRange]:
         """Return the parts that this engine computes in a layout, or that these are a part of."""
@@ -293,9 +357,9 @@ class SharedMlps:
             return weight.kept, PartRange(weight.own, 1)
         count = parts // tp
         stored = self._member_part(weight, self.whole.weight(name), tp)
-        return stored, PartRange(nested_shard(self._place % tp, tp) * count, count)
+        return stored, PartRange(weight.order(self._place % tp, tp) * count, count)
 
-    def _within(self, tp: int) -> Shard:
+    def _within(self, tp: int, order: Order) -> Shard:
         """Return the part that this engine computes in a layout, of what it keeps or has streamed.
 
         Raises:
@@ -304,8 +368,8 @@ class SharedMlps:
         parts = self._degree.parts
         if tp <= parts:
             return Shard(0, 1)
-        kept = nested_shard(self._place, parts) * (tp // parts)
-        wanted = nested_shard(self._engine % tp, tp)
+        kept = order(self._place, parts) * (tp // parts)
+        wanted = order(self._engine % tp, tp)
         if not 0 <= wanted - kept < tp // parts:
             raise UnviewableWeights(f"engine {self._engine} does not keep its part of TP-{tp}")
         return Shard(wanted - kept, tp // parts)
@@ -344,25 +408,37 @@ class SharedMlps:
         """
         if layout.tp >= self._degree.parts:
             return
-        copies: dict[int, list[Copy]] = {number: [] for number in self._numbers.values()}
-        for source in sources(self._place, self._degree.parts, layout.tp):
-            if layout == DP and source.place == self._place:
-                continue  # its layers use it where it is kept (``SlotLinear``)
-            for name, weight in self._weights.items():
-                slot = self._member_part(weight, self.whole.slot(name), layout.tp)
-                target = weight.within(slot, source.part, self._degree.parts // layout.tp)
-                kept = weight.part_in(self._kept[source.place])
-                copies[weight.layer].append(Copy(target, kept, source.place == self._place))
-        self._slots.copies[layout.tp] = copies
+        self._slots.copies[layout.tp] = self._copies(layout)
         if layout != DP:
             for name, method in self._methods.items():
                 weight, layer = self._weights[name], self._layers[name]
                 method.stream(
                     model.get_submodule(name), layer, weight, *self._of_member(name, layout.tp)
                 )
-        for name, number in self._numbers.items():
-            mlp = model.get_submodule(name)
-            mlp.forward = _streamed(mlp.forward, layout.tp, number)
+        waits = {weight.layer for weight in self._weights.values() if weight.kind == QKV}
+        for name, number in self._mlps.items():
+            if number not in waits:  # else its attention has waited (``SlotQkv``)
+                mlp = model.get_submodule(name)
+                mlp.forward = _streamed(mlp.forward, layout.tp, number)
+
+    def _copies(self, layout: Layout) -> dict[int, list[Copy]]:
+        """Return how each layer gets into its slot: attention first, and MLPs with one order."""
+        copies: dict[int, list[Copy]] = {number: [] for number in self._numbers.values()}
+        by_order: dict[Order, list[str]] = {}
+        for name, weight in self._weights.items():
+            by_order.setdefault(weight.order, []).append(name)
+        for order, names in by_order.items():
+            for source in sources(self._place, self._degree.parts, layout.tp, order):
+                is_own = source.place == self._place
+                if layout == DP and is_own:
+                    continue  # its layers use it where it is kept (``SlotLinear``)
+                for name in names:
+                    weight = self._weights[name]
+                    slot = self._member_part(weight, self.whole.slot(name), layout.tp)
+                    target = weight.within(slot, source.part, self._degree.parts // layout.tp)
+                    kept = weight.part_in(self._kept[source.place])
+                    copies[weight.layer].append(Copy(target, kept, is_own))
+        return copies
 
 
 def _streamed(

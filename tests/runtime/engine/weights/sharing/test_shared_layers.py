@@ -16,20 +16,25 @@ from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.sharing import filling
 from shoal.runtime.engine.weights.sharing.filling import Filling
 from shoal.runtime.engine.weights.sharing.pages import HostPages
-from shoal.runtime.engine.weights.sharing.shared_mlps import SharedMlps
+from shoal.runtime.engine.weights.sharing.shared_layers import Heads, SharedLayers
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree, SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights
 from tests.runtime.engine.one_rank import tensor_parallel
 from tests.runtime.engine.weights.sharing.sharing_engines import (
+    DECODER,
     ENGINES,
+    HEAD_SIZE,
+    HEADS,
+    KV_HEADS,
     LAYERS,
     PLAIN,
     UNQUANTISED,
     Kind,
     Model,
     SharingEngine,
+    Weights,
     close_all,
     load,
     node,
@@ -58,17 +63,17 @@ def stock() -> list[torch.Tensor]:
     return UNQUANTISED.outputs(UNQUANTISED.whole())
 
 
-@pytest.mark.parametrize("kind", [on_cpu, on_simulated_gpu])
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [(on_cpu, UNQUANTISED), (on_simulated_gpu, UNQUANTISED), (on_simulated_gpu, DECODER)],
+    ids=["on_cpu", "on_simulated_gpu", "with attention"],
+)
 @pytest.mark.parametrize("share", [2, 4])
 def test_all_layouts_compute_what_the_whole_model_does(
-    tmp_path: Path,
-    stock: list[torch.Tensor],
-    share: int,
-    kind: Kind,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, share: int, kind: Kind, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulate_streams(monkeypatch, [])
-    engines = node(tmp_path, share, kind)
+    engines, stock = node(tmp_path, share, kind, weights), weights.outputs(weights.whole())
     assert_right(engines, stock)
     for whole in (engines[:1], engines, engines[1:]):  # others share weights beside them
         for engine in whole:
@@ -287,9 +292,34 @@ def test_slots_that_are_not_filled_change_what_is_computed(
     ]
 
 
-def on_one_cpu(directory: Path) -> SharedMlps:
+def test_attention_in_a_slot_that_is_not_filled_changes_what_is_computed(tmp_path: Path) -> None:
+    engine, expected = node(tmp_path, 2, weights=DECODER)[0], DECODER.outputs(DECODER.whole())
+    for copies in engine.slots.copies.values():
+        assert len(copies[1]) == 4, "a slot holds a layer's attention and its MLP"
+        del copies[1][:2]
+    found = [is_close(*pair) for pair in zip(engine.outputs(1), expected, strict=True)]
+    assert found == [*(True, True), *(False, True), *(True, True)] * 2
+
+
+def test_an_engine_has_a_part_of_attention_and_two_slots(tmp_path: Path) -> None:
+    engine = node(tmp_path, 2, weights=DECODER)[1]
+    rows = 3 * INNER + (2 * HEADS + 2 * KV_HEADS) * HEAD_SIZE
+    layer, biases = rows * HIDDEN * 4, LAYERS * (HEADS + 2 * KV_HEADS) * HEAD_SIZE * 4
+    kept = LAYERS * layer // 2 + 2 * layer + 2 * CHECKSUMS
+    assert engine.store.resident_bytes == kept + biases
+
+
+def test_heads_in_the_order_of_ranks_are_refused(tmp_path: Path) -> None:
+    heads = Heads(KV_HEADS, lambda place, _: place)
+    engines = node(tmp_path, 2, weights=DECODER._replace(heads=heads))
+    engines[0].member(4)
+    with pytest.raises(UnviewableWeights, match="engine 1 does not keep its part of TP-4"):
+        engines[1].member(4)
+
+
+def on_one_cpu(directory: Path) -> SharedLayers:
     memory, copier, pages = on_cpu()
-    return SharedMlps(0, Degree(2, 2), directory, memory, WeightSlots(copier), pages)
+    return SharedLayers(0, Degree(2, 2), directory, memory, WeightSlots(copier), pages)
 
 
 def refusal(directory: Path, model: type[nn.Module] = SiluAndMul, *, bias: bool = False) -> str:
