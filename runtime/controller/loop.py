@@ -172,9 +172,9 @@ class Controller:
         exporting = self._exporting
         for arrival in arrivals:
             self._take(arrival)
-        self._carries.before()
         if 0 < self._exporting < exporting:
-            return True
+            return True  # the books wait as well
+        self._carries.before()
         if switch is None or switch.done or not arrivals:
             return False
         return switch.answers - answers == len(arrivals)

@@ -145,12 +145,22 @@ def test_other_work_waits_for_the_next_source(monkeypatch: pytest.MonkeyPatch) -
     node, _ = exporting()
     done = list[None]()
     monkeypatch.setattr(node.controller._utility_calls, "tick", lambda: done.append(None))
+    where = node.books.requests.where
     node.say(0, m.Exported(1, 0, alone(0), described("a")))
     node.controller.turn()
-    assert done == []
+    assert (where("a"), done) == (alone(0), []), "not even the books are done"
     node.say(1, m.Exported(2, 1, alone(1), described("b")))
     node.controller.turn()
-    assert done == [None]
+    assert (where("a"), where("b"), done) == (PAIR, PAIR, [None])
+
+
+def test_a_source_that_is_late_holds_up_no_books() -> None:
+    node, _ = exporting()
+    node.say(0, m.Exported(1, 0, alone(0), described("a")))
+    node.controller.turn()
+    assert node.books.requests.where("a") == alone(0)
+    node.controller.turn()  # nothing has come
+    assert node.books.requests.where("a") == PAIR
 
 
 def test_a_switch_is_over_when_all_have_been_taken_over() -> None:
