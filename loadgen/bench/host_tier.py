@@ -197,7 +197,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--arithmetic", help="compute as fast as with weights of this dtype")
     parser.add_argument("--hardware", required=True)
     parser.add_argument(
-        "--link-scale", type=float, default=1.0, help="how much faster exchanges are (Figure 14)"
+        "--link-scale",
+        type=float,
+        default=1.0,
+        help="multiplies the rate of all-reduces, as in the paper's Figure 14",
     )
     parser.add_argument("--prompt-tokens", type=int, required=True)
     parser.add_argument("--outputs", type=int, nargs=2, required=True, help="shortest, longest")

@@ -264,7 +264,7 @@ class _Measuring:
 
 _STEPS = (
     f"tokens each. *{WHOLE}* has whole weights. *{STREAMING}* streams, as {{share}} engines share "
-    "the weights of the MLPs. A group decodes the requests of all its GPUs. The last column is the "
+    "the weights of layers. A group decodes the requests of all its GPUs. The last column is the "
     f"better of {STREAMING} and groups."
 )
 _JOB = (

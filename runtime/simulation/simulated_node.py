@@ -34,6 +34,8 @@ LEAD_SECONDS = 1.0
 PATIENCE_SECONDS = 3600.0
 """A simulation is given up when it lasts this much longer than the workload's arrivals."""
 _TURNS_AT_ONCE = 1000
+"""A process that is busy for longer without any time passing is stuck. An engine that gives up its
+free blocks needs a turn for each few of them."""
 
 _outputs = msgspec.msgpack.Decoder(wire.Outputs)
 

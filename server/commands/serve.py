@@ -283,7 +283,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
 def _costs(
     args: Namespace, vllm_config: Any, sizes: tuple[int, int], gpu: str | None, say: Say
 ) -> tuple[CostModel | None, FitSettings]:
-    """Return the cost model of a node of so many engines, and of its widest group, and its fit."""
+    """Return a node's cost model and fit; ``sizes``: its engines, and those of a widest group."""
     from shoal.server.options import vllm_options
 
     (engines, most), config, cache = sizes, vllm_config.model_config, vllm_config.cache_config

@@ -75,9 +75,9 @@ class LayoutLoader:
         self._directory = Path(node.runtime_dir)
         self._dp: VllmConfig
         self.shared: SharedLayers | None = None
-        """The MLPs of which this engine keeps a part only; None: it keeps all weights."""
+        """The layers of which this engine keeps a part only; None: it keeps all weights."""
         self.lender: KvLender | None = None
-        """Lends memory of KV to these MLPs."""
+        """Lends memory of KV to these layers."""
         if node.share_weights > 1:
             device = torch.device(current_platform.device_type, engine)
             memory, copier = memory_and_copier(f"{self._directory.name}-weights", device)

@@ -72,7 +72,7 @@ class Heads(NamedTuple):
 
 
 class SharedLayers:
-    """The MLPs of one engine's model, of which it keeps a part, and attention's projections.
+    """The layers of one engine's model of which it keeps a part.
 
     Args:
         engine: this engine.
@@ -102,7 +102,7 @@ class SharedLayers:
         self._layers: dict[str, nn.Module] = {}
         """The same layers of the DP model, once it is complete."""
         self._numbers: dict[str, int] = {}
-        """The number of each layer, by its name in the model, or by that of its MLP."""
+        """Each layer's number, by the name of the module that has its MLP, or by the MLP's own."""
         self._mlps: dict[str, int] = {}
         """The number of each MLP's layer, by the MLP's name in the model."""
         self.whole = WholeWeights(pages)
@@ -149,7 +149,7 @@ class SharedLayers:
         )
 
     def _number(self, name: str) -> int:
-        """Return the number of a weight's layer: attention and the MLP behind it are one."""
+        """Return the number of a weight's layer: attention and an MLP of one module are one."""
         owner, _, kind = name.rpartition(".")
         block = owner.rpartition(".")[0] or owner
         number = self._numbers.setdefault(block, len(self._numbers))
@@ -214,7 +214,7 @@ class SharedLayers:
 
     @property
     def size(self) -> int:
-        """Bytes of the memory in which this engine keeps its part of all MLPs."""
+        """Bytes of the memory in which this engine keeps its part of all weights."""
         last = next(reversed(self._weights.values()), None)
         end = 0 if last is None else last.begin + last.kept_bytes
         return -(-end // ALIGNMENT) * ALIGNMENT
@@ -234,7 +234,7 @@ class SharedLayers:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of shared MLPs in the engine's own memory."""
+        """Bytes of shared weights in the engine's own memory."""
         return self.size + self.whole.resident_bytes
 
     def has(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The full weights of an engine that keeps a part of its MLPs only."""
+"""The full weights of an engine that keeps only a part of some layers."""
 
 from torch import nn
 
@@ -9,25 +9,25 @@ from shoal.runtime.engine.weights.store import ResidentWeights
 
 
 class SharedStore(ResidentWeights):
-    """The DP model's weights, of which the MLPs' are what ``SharedLayers`` says.
+    """The DP model's weights, of which the shared ones are what ``SharedLayers`` says.
 
     Args:
         model: the DP model.
-        mlps: its MLPs.
+        layers: those that engines share.
     """
 
-    def __init__(self, model: nn.Module, mlps: SharedLayers) -> None:
+    def __init__(self, model: nn.Module, layers: SharedLayers) -> None:
         super().__init__(model)
-        self._mlps = mlps
+        self._layers = layers
 
     def part(self, full: FullLayer, shard: Shard) -> tuple[FullLayer, Shard]:
         """Return a layer that this engine keeps or streams (see ``WeightStore``)."""
-        return self._mlps.part(full, shard)
+        return self._layers.part(full, shard)
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of weights on this engine's device: slots count, what peers keep does not."""
-        return super().resident_bytes + self._mlps.resident_bytes
+        return super().resident_bytes + self._layers.resident_bytes
 
     def _is_resident(self, name: str) -> bool:
-        return not self._mlps.has(name)
+        return not self._layers.has(name)

@@ -45,7 +45,8 @@ class SharedWeight:
         packed: whether each part of ``DOWN`` is a matrix of its own, with the outputs as rows, as
             FP8 kernels need it; parts are one after the other. If not, the inner units are rows.
         order: which part each engine keeps.
-        sections: outputs of queries, keys and values in the whole weight; of ``QKV`` only.
+        sections: outputs of each matrix of the whole weight: of gate and up, or of queries, keys
+            and values. Empty: the kind says all.
     """
 
     layer: int

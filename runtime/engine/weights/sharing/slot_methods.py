@@ -91,8 +91,10 @@ class SlotLinear(PlainLinear):
         **_: Any,
     ) -> None:
         """Let the weight be a slot, and let what is loaded for it go to this engine's part."""
-        shape = (sum(output_partition_sizes), input_size_per_partition)
-        layer.register_parameter("weight", self._add(shape, params_dtype)[1])
+        sections = tuple(output_partition_sizes)
+        shape = (sum(sections), input_size_per_partition)
+        made = self._add(shape, params_dtype, sections=sections)
+        layer.register_parameter("weight", made[1])
         layer.shoal_grouped = True
 
     def apply(
@@ -140,24 +142,6 @@ class SlotQkv(SlotLinear):
         add: makes the weight.
     """
 
-    def create_weights(
-        self,
-        layer: nn.Module,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **_: Any,
-    ) -> None:
-        """Let the weight be a slot (see ``SlotLinear``)."""
-        shape = (sum(output_partition_sizes), input_size_per_partition)
-        sections = tuple(output_partition_sizes)
-        weight, parameter = self._add(shape, params_dtype, sections=sections)
-        layer.register_parameter("weight", parameter)
-        layer.slot_number, layer.slot_parts = weight.layer, weight.degree.parts
-        layer.slot_sections = weight.sections
-
     def apply(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -168,8 +152,10 @@ class SlotQkv(SlotLinear):
     def keep(self, layer: nn.Module, weight: SharedWeight, whole: torch.Tensor) -> None:
         """See ``SlotMethod.keep``."""
         super().keep(layer, weight, whole)
+        parts = weight.degree.parts
+        layer.slot_number, layer.slot_parts = weight.layer, parts
+        layer.slot_sections = weight.sections
         if layer.bias is not None:
-            parts = weight.degree.parts
             sections = [some.view(parts, -1) for some in layer.bias.data.split(weight.sections)]
             layer.bias.data.copy_(torch.cat(sections, dim=1).view(-1))
 

@@ -1,8 +1,9 @@
 """Weights that are copied from peers while the layer before is computed (SiDP's WaS, 4.2).
 
-Two static slots hold the MLPs of two layers that follow each other. When a layer's MLP begins, its
-slot has been filled, and the copies for the next layer begin. They go on during this MLP and the
-next layer's attention. So a step takes the longer of computing and copying.
+Two static slots hold what is shared of two layers that follow each other. When the first of a
+layer's shared weights is needed, the layer's slot has been filled, and the copies for the next
+layer begin. They go on until that layer needs its slot. So a step takes the longer of computing and
+copying.
 """
 
 from collections.abc import Mapping, Sequence
@@ -160,9 +161,9 @@ def stream_by(slots: WeightSlots) -> None:
 
 
 def use_weights(x: torch.Tensor, tp: int, layer: int) -> torch.Tensor:
-    """Return the input of a layer's MLP, once the layer's weights are in their slot.
+    """Return the input of a layer's MLP or attention, once the layer's weights are in their slot.
 
-    Compilers see an operator that changes ``x``, so they do not move it behind the MLP.
+    Compilers see an operator that changes ``x``, so they do not move it behind what reads ``x``.
     """
     torch.ops.shoal.use_weights(x, tp, layer)
     return x

@@ -47,6 +47,13 @@ HEADS, KV_HEADS, HEAD_SIZE = 8, 4, 8
 BY_HEADS = Heads(KV_HEADS, partial(head_shard, max_sp=2))
 
 
+def by_inputs(quant: SharedWeights, name: str, inputs: int, outputs: int) -> RowParallelLinear:
+    """Return a layer of which members have some of the inputs, and whose outputs are not summed."""
+    return RowParallelLinear(
+        inputs, outputs, bias=False, quant_config=quant, prefix=name, reduce_results=False
+    )
+
+
 class Mlp(nn.Module):
     """As in vLLM's Llama."""
 
@@ -59,13 +66,7 @@ class Mlp(nn.Module):
             hidden, [inner] * 2, bias=bias, quant_config=quant, prefix=f"{name}.gate_up_proj"
         )
         self.act_fn = act
-        self.down_proj = RowParallelLinear(
-            *(inner, hidden),
-            bias=False,
-            quant_config=quant,
-            prefix=f"{name}.down_proj",
-            reduce_results=False,
-        )
+        self.down_proj = by_inputs(quant, f"{name}.down_proj", inner, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, _ = self.gate_up_proj(x)
@@ -84,13 +85,7 @@ class Attention(nn.Module):
             quant_config=quant,
             prefix=f"{name}.qkv_proj",
         )
-        self.o_proj = RowParallelLinear(
-            *(HEADS * HEAD_SIZE, hidden),
-            bias=False,
-            quant_config=quant,
-            prefix=f"{name}.o_proj",
-            reduce_results=False,
-        )
+        self.o_proj = by_inputs(quant, f"{name}.o_proj", HEADS * HEAD_SIZE, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         qkv, _ = self.qkv_proj(x)
