@@ -168,20 +168,22 @@ class Filling:
             _compare([part for layer in batch for part in layer])
 
 
-def rehearse(part: Part) -> None:
-    """Compare one part while no step runs, on the stream that a change would use.
+def rehearse(parts: Sequence[Part]) -> None:
+    """Compare parts while no step runs, on a stream like that of a change.
 
     A GPU loads a kernel when it is first used, and that may hold steps up. In the first change
     after the start of two H200s, one engine stood still for 220 ms longer than in the second.
+    PyTorch puts many results together by other kernels than a few, so the parts have to be as many
+    as in a change.
 
     Args:
-        part: its target may be where its engine keeps it.
+        parts: one or more; their targets may be where their engine keeps them.
 
     Raises:
-        ValueError: it is not what its engine has taken the checksum of.
+        ValueError: one is not what its engine has taken the checksum of.
     """
-    with _beside(part.target.device), torch.inference_mode():
-        _compare([part])
+    with _beside(parts[0].target.device), torch.inference_mode():
+        _compare(parts)
 
 
 def _compare(parts: Sequence[Part]) -> None:

@@ -312,9 +312,8 @@ class SharedLayers:
                 time.sleep(POLL_SECONDS)
             memory = self._kept[place] = self._memory.open(file, self.size)
             self.descriptors.hold(first + place, file)
-            name, weight = next(iter(self._weights.items()))
-            kept, checksum = weight.bytes_in(memory), weight.checksum_in(memory)
-            rehearse(Part(name, target=kept, source=kept, slot=None, checksum=checksum))
+            parts = [(n, w.bytes_in(memory), w) for n, w in self._weights.items()]
+            rehearse([Part(n, kept, kept, None, w.checksum_in(memory)) for n, kept, w in parts])
 
     def _ask(self, engine: int) -> int | None:
         """Return a descriptor of what an engine keeps, from any other engine that has one."""
