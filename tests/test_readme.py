@@ -138,17 +138,22 @@ def later(results: Results, system: str, *others: str) -> list[float]:
     ]
 
 
-def said_of_five_loads(results: Results) -> list[str]:
+def said_of_six_loads(results: Results) -> list[str]:
     """Return what the README must say of the run whose table it shows."""
-    beside = sorted(-percent for percent in later(results, "shoal", "stock-dp", "stock-tp"))
-    assert len(beside) == 5
-    assert beside[0] > 0, "the README says that Shoal is ahead"
-    least, most = beside[0], beside[-1]
-    load = next(load for load in loads_of(results, "shoal") if "--start 45" in load)
-    dp, shoal = (loads_of(results, name)[load] for name in ("stock-dp", "shoal"))
-    p90, p99 = (shoal[key] / dp[key] * 100 - 100 for key in ("p90_e2el_ms", "p99_ttft_ms"))
+    behind, least, *_, most = sorted(
+        -percent for percent in later(results, "shoal", "stock-dp", "stock-tp")
+    )
+    assert behind < 0 < least, "the README says that Shoal is ahead under all loads but one"
+
+    def p(key: str, part: str) -> float:
+        load = next(load for load in loads_of(results, "shoal") if part in load)
+        dp, shoal = (loads_of(results, name)[load] for name in ("stock-dp", "shoal"))
+        return float(shoal[key] / dp[key] * 100 - 100)
+
+    p90, p99 = p("p90_e2el_ms", "--start 45"), p("p99_ttft_ms", "--start 680")
     return [
-        f"before those of the stock servers under all five loads, by {least:.0f} to {most:.0f} %",
+        f"of the stock servers under five of six loads, by {least:.0f} to {most:.0f} %",
+        f"it ends {-behind:.0f} % later than stock DP's",
         f"the slowest tenth of Shoal's requests took {p90:.0f} % longer than stock DP's",
         f"the slowest hundredth of its first tokens came {p99:.0f} % later",
     ]
@@ -177,7 +182,7 @@ def said_of_an_idle_switch(results: Results) -> list[str]:
 
 
 DERIVED: tuple[tuple[str, Callable[[Results], list[str]]], ...] = (
-    ("2xh200-l", said_of_five_loads),
+    ("2xh200-m", said_of_six_loads),
     ("1xh200", said_of_one_gpu),
     ("2xh200-i", said_of_a_carry),
     ("2xh200-c", said_of_an_idle_switch),
@@ -218,11 +223,11 @@ def test_figures_without_raw_results_are_those_of_their_page(
 
 
 def test_another_result_is_seen() -> None:
-    results = read("2xh200-l")
+    results = read("2xh200-m")
     for load in loads_of(results, "stock-dp").values():
         for key in ("mean_e2el_ms", "p90_e2el_ms", "p99_ttft_ms"):
-            load[key] *= 0.992
-    assert not [said for said in said_of_five_loads(results) if said in flat(README)]
+            load[key] *= 0.97
+    assert not [said for said in said_of_six_loads(results) if said in flat(README)]
 
 
 def test_the_least_time_of_each_kind_is_bold() -> None:

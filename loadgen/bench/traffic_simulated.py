@@ -41,7 +41,7 @@ class Simulated:
             self.node, max_sp=1, mixed_step_tokens=0, place_by_prefix=False, rebalance=False
         )
         if system == STOCK_DP:
-            return plain, load_policies(REFERENCE)[0].name
+            return replace(plain, front_ends=plain.engines), load_policies(REFERENCE)[0].name
         if system == STOCK_TP:
             return replace(plain, front_ends=1), "static-tp"
         if system != SHOAL:

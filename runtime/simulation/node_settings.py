@@ -47,7 +47,8 @@ class Node:
         max_num_batched_tokens: most tokens of one step.
         targets: the targets of the priority classes.
         urgent_engines: see ``NodeConfig``.
-        front_ends: number of front ends; 0: as many as engines, as real nodes on GPUs have.
+        front_ends: number of front ends; 0: two for each engine, as real nodes on GPUs with
+            cores enough have.
         seed: the node's seed.
         queued_ahead: requests that a unit gets beyond its full batch.
         precopy_tokens: see ``NodeConfig``.

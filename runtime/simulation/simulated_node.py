@@ -154,7 +154,9 @@ class _Simulation:
         self._latest_switch: SwitchView | None = None
         config = node.config(policy)
         self._front_seconds = node.hardware.front_seconds
-        self._front_ends = FrontEnds(node.front_ends or node.engines, node.hardware.stream_seconds)
+        self._front_ends = FrontEnds(
+            node.front_ends or 2 * node.engines, node.hardware.stream_seconds
+        )
         self._network = SimulatedNetwork(self._events, node.hardware.message_seconds, self)
         self._controller = Controller(
             config, self._network.controller, clock=self._clock, wall=self._clock

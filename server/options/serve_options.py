@@ -35,6 +35,7 @@ from shoal.server.options.adapter_options import check_adapters
 from shoal.server.options.experts_option import add_experts_option
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
 from shoal.server.options.fit_options import add_fit_options, check_fit_options
+from shoal.server.options.front_end_option import front_ends
 from shoal.server.options.mixed_step_option import add_mixed_option
 from shoal.server.options.policy_options import add_policy_option
 from shoal.server.options.pool_options import add_pool_options, check_pool_options
@@ -393,12 +394,11 @@ def model_defaults(engines: int, *, on_cpu: bool, demo: bool) -> dict[str, Any]:
     They are set in the parser, so a value that the user gives always takes precedence.
 
     Args:
-        engines: engines of the node. On GPUs there are as many front ends, as ``vllm serve`` has
-            for DP: a front end takes 0.1 to 0.15 ms of its core for each token that it streams.
+        engines: engines of the node.
         on_cpu: whether the engines run on a CPU.
         demo: whether the demo checkpoint is served.
     """
-    defaults: dict[str, Any] = {"api_server_count": 1 if on_cpu else engines}
+    defaults: dict[str, Any] = {"api_server_count": front_ends(engines, on_cpu=on_cpu)}
     if on_cpu:
         defaults |= {"kv_cache_memory_bytes": CPU_KV_BYTES, "whole_experts": "never"}
     if demo:

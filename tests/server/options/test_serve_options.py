@@ -17,6 +17,7 @@ from shoal.runtime.config import (
 )
 from shoal.runtime.served_weights import FP8_QUANTISATIONS
 from shoal.server.errors import UserError, one_line
+from shoal.server.options.front_end_option import front_ends
 from shoal.server.options.refused_options import REFUSED
 from shoal.server.options.serve_options import (
     CPU_KV_BYTES,
@@ -166,9 +167,10 @@ def test_engines_follow_the_gpus(
     assert engines_and_group(parsed(*argv), gpus, demo=demo) == expected
 
 
-def test_on_gpus_there_is_a_front_end_for_each_engine() -> None:
-    assert model_defaults(4, on_cpu=False, demo=False)["api_server_count"] == 4
-    assert model_defaults(4, on_cpu=True, demo=False)["api_server_count"] == 1
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_the_number_of_front_ends_is_a_default(on_cpu: bool) -> None:
+    defaults = model_defaults(4, on_cpu=on_cpu, demo=False)
+    assert defaults["api_server_count"] == front_ends(4, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize(
