@@ -3,7 +3,12 @@
 All front ends wait for the socket, and the kernel first wakes the one that began to wait last. If
 each front end accepted every connection that is there, that one would have most of the connections,
 and the work of their requests on one core. So here each front end accepts one connection at a time,
-and none while another front end has fewer.
+and none while another front end has fewer in use.
+
+A connection in use has a request, or has not had one yet. Clients keep connections and mostly take
+the one that they used last. So the connections that are in use may all be those of one front end,
+however evenly they were accepted. A front end that has far more of them than another one therefore
+closes connections after their responses, and clients open new ones.
 """
 
 import asyncio
@@ -15,6 +20,9 @@ from functools import partial
 
 DEFER_SECONDS = 0.001
 """How long a front end leaves a connection to those that have fewer; they may be busy."""
+FAR = 4
+"""So many more connections in use than another front end has are too many, if that is also more
+than a quarter of them."""
 RETRY_SECONDS = 1.0
 """Pause after the process or the machine has run out of files or memory for connections."""
 _ABSENT = 1 << 40
@@ -23,7 +31,7 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Tally:
-    """Counts of the front ends' connections, in memory that they share. Made before they start.
+    """Counts of the front ends' connections in use, in memory that they share. Made before them.
 
     Each front end writes only its own count, so that none waits for another.
 
@@ -35,7 +43,7 @@ class Tally:
         self._counts = multiprocessing.RawArray("q", [_ABSENT] * front_ends)
 
     def note(self, front_end: int, connections: int) -> None:
-        """Note how many connections a front end has, and that it accepts more."""
+        """Note how many connections in use a front end has, and that it accepts more."""
         self._counts[front_end] = connections
 
     def leave(self, front_end: int) -> None:
@@ -43,7 +51,7 @@ class Tally:
         self._counts[front_end] = _ABSENT
 
     def counts(self) -> list[int]:
-        """Return the connections of each front end, a high number for one that accepts none."""
+        """Return the count of each front end, a high number for one that accepts none."""
         return list(self._counts)
 
 
@@ -54,7 +62,7 @@ class Acceptor:
         listener: the socket; others may listen on it too.
         tally: the connections of all front ends.
         front_end: number of this one.
-        connections: returns how many it has.
+        connections: returns how many it has in use.
         serve: takes over an accepted socket.
     """
 
@@ -89,8 +97,14 @@ class Acceptor:
         self._loop.remove_reader(self._listener)
 
     def note(self) -> None:
-        """Note how many connections there are. Call it when one has come or gone."""
+        """Note how many connections are in use. Call it when that has changed."""
         self._tally.note(self._front_end, self._connections())
+
+    def is_far_ahead(self) -> bool:
+        """Return whether another front end should have some of this one's connections."""
+        counts = self._tally.counts()
+        own = counts[self._front_end]
+        return own != _ABSENT and own - min(counts) > max(FAR, own // 4)
 
     def _wait(self) -> None:
         self._pause = None

@@ -108,6 +108,11 @@ def do_nothing() -> None:
     """Do nothing."""
 
 
+def never() -> bool:
+    """Return False."""
+    return False
+
+
 class Connections:
     """The open connections of one front end.
 
@@ -128,13 +133,20 @@ class Connections:
         self.clock = clock
         self.is_draining = False
         self.changed: Callable[[], None] = do_nothing
-        """Called when a connection has come or gone."""
+        """Called when the number of connections in use has changed."""
+        self.are_too_uneven: Callable[[], bool] = never
+        """Returns whether other front ends should have some of these connections."""
         self._open: set[ClientProtocol] = set()
         self._idle: dict[ClientProtocol, None] = {}
         """Those between two requests; the one that has been idle for longest comes first."""
 
     def __len__(self) -> int:
         return len(self._open)
+
+    @property
+    def in_use(self) -> int:
+        """How many have a request, or have not had one yet."""
+        return len(self._open) - len(self._idle)
 
     def protocol(self, **arguments: Any) -> "ClientProtocol":
         """Return the protocol of a new connection: uvicorn's ``http``."""
@@ -158,10 +170,13 @@ class Connections:
     def rests(self, connection: "ClientProtocol") -> None:
         """Note that a connection has become idle."""
         self._idle[connection] = None
+        self.changed()
 
     def wakes(self, connection: "ClientProtocol") -> None:
         """Note that the client of a connection has sent something."""
-        self._idle.pop(connection, None)
+        if connection in self._idle:
+            del self._idle[connection]
+            self.changed()
 
     @property
     def are_too_many(self) -> bool:
@@ -243,7 +258,7 @@ class ClientProtocol(BoundedHttpProtocol):
         """Start to work on a request, or to refuse it."""
         self.app = self._application()
         super().on_headers_complete()
-        if self._connections.is_draining:
+        if self._connections.is_draining or self._should_move():
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
@@ -256,6 +271,10 @@ class ClientProtocol(BoundedHttpProtocol):
         super().on_response_complete()
         if not (self.transport.is_closing() or self.is_answering or self._asking_since is not None):
             self._connections.rests(self)
+
+    def _should_move(self) -> bool:
+        """Return whether its client is to go on with a new connection, maybe to another process."""
+        return not self.pipeline and self._connections.are_too_uneven()
 
     def _begin(self) -> None:
         self._asking_since = self._connections.clock()

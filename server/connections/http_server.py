@@ -22,7 +22,7 @@ import uvicorn
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.logs import LogFormat
 from shoal.server.connections.accepting import Acceptor, Tally
-from shoal.server.connections.connection_limits import Connections, do_nothing
+from shoal.server.connections.connection_limits import Connections, do_nothing, never
 
 IDLE_SECONDS = 75
 """How long a connection may be idle. vLLM's 5 seconds are shorter than most clients keep one
@@ -133,10 +133,12 @@ class DrainingServer(uvicorn.Server):
         if self.started and self._share is not None and sockets is not None:
             (listener,) = sockets
             tally, front_end = self._share
+            connections = self._connections
             self._acceptor = Acceptor(
-                listener, tally, front_end, self._connections.__len__, self._serve_accepted
+                listener, tally, front_end, lambda: connections.in_use, self._serve_accepted
             )
-            self._connections.changed = self._acceptor.note
+            connections.changed = self._acceptor.note
+            connections.are_too_uneven = self._acceptor.is_far_ahead
             self._acceptor.start(self.config.backlog)
         if self.started:
             self._on_started()
@@ -171,6 +173,7 @@ class DrainingServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         if self._acceptor is not None:
             self._connections.changed = do_nothing
+            self._connections.are_too_uneven = never
             self._acceptor.stop()
         await super().shutdown(sockets)
 

@@ -88,6 +88,27 @@ async def test_who_has_lost_connections_gets_the_next_ones(three: FrontEnds) -> 
     assert three.counts == [4, 4, 4]
 
 
+@pytest.mark.parametrize(
+    ("counts", "is_far"),
+    [((5, 0, 9), True), ((4, 0, 9), False), ((40, 31, 31), False), ((40, 29, 31), True)],
+)
+async def test_far_ahead_is_who_has_many_more_than_another(
+    three: FrontEnds, counts: tuple[int, ...], is_far: bool
+) -> None:
+    for front_end, count in enumerate(counts):
+        three.tally.note(front_end, count)
+    assert three.acceptors[0].is_far_ahead() == is_far
+
+
+async def test_who_accepts_no_more_is_neither_ahead_nor_compared_with(three: FrontEnds) -> None:
+    three.tally.note(0, 40)
+    assert not three.acceptors[0].is_far_ahead()
+    three.tally.note(1, 0)
+    assert three.acceptors[0].is_far_ahead()
+    three.tally.leave(0)
+    assert not three.acceptors[0].is_far_ahead()
+
+
 async def test_a_front_end_that_does_not_come_is_not_waited_for(three: FrontEnds) -> None:
     three.acceptors[0].start(64)
     three.tally.note(1, 0)  # it is there, and busy: all that comes would be its own

@@ -12,6 +12,8 @@ import pytest
 import uvicorn
 
 from shoal.runtime.clock import ManualClock
+from shoal.server.connections import accepting
+from shoal.server.connections.accepting import Tally
 from shoal.server.connections.connection_limits import (
     BODY_BYTES_PER_SECOND,
     UNSENT_BYTES,
@@ -318,6 +320,22 @@ async def test_a_new_connection_takes_the_place_of_the_one_idle_for_longest(site
         ask.write(GET)
         assert await status(second) == 200
     assert site.cutoffs == []
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_connection_ends_with_its_response_where_others_have_far_fewer_in_use(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "FAR", 0)
+    tally = Tally(2)
+    async with served(share=(tally, 0)) as site, client(site, GET) as (reader, _):
+        assert await status(reader) == 200
+        assert await reader.readexactly(2) == b"ok"
+        await arrives(site, lambda: tally.counts()[0] == 0)  # an idle connection is in no use
+        tally.note(1, others)
+        async with client(site, GET) as (second, _):
+            head = await second.readuntil(b"\r\n\r\n")
+            assert (b"connection: close" in head.lower()) == (others == 0)
 
 
 async def test_far_too_many_are_closed_as_they_come(site: Site) -> None:
