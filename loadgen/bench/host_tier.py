@@ -14,6 +14,10 @@ It is a bound, because reads and writes take nothing from the steps beside them,
 are known when room is looked for. In DP no request decodes beside the prompts, as it could.
 
 Beside the bound stands what the policy ``batch`` does, without any buffer and with it.
+
+A static layout has the room for KV that Shoal's engines leave in that layout, and these hold all
+weights. Each GPU of stock vLLM holds only its unit's part of them, so it has more room for KV with
+the same memory: ``--divide-weights`` gives static layouts this room.
 """
 
 import argparse
@@ -30,7 +34,7 @@ from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation.data_sheets import hardware_named
 from shoal.runtime.simulation.node_settings import Node
-from shoal.runtime.simulation.shape_files import BLOCK_TOKENS, read_shape
+from shoal.runtime.simulation.shape_files import BLOCK_TOKENS, MEMORY_SHARE, read_shape
 from shoal.runtime.simulation.simulated_node import simulate
 
 SEED = 1
@@ -209,6 +213,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunks", type=int, nargs="+", default=[512])
     parser.add_argument("--host-gib", type=float, nargs="+", default=[80], help="for each GPU")
     parser.add_argument("--pcie-gb", type=float, default=12, help="GB/s of each GPU, each way")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=MEMORY_SHARE)
+    parser.add_argument(
+        "--divide-weights",
+        action="store_true",
+        help="static layouts keep a part of the weights on each GPU, as stock vLLM does",
+    )
     return parser
 
 
@@ -226,9 +236,21 @@ def node_of(args: argparse.Namespace) -> Node:
         hardware,
         link_bytes_per_second=args.link_scale * hardware.link_bytes_per_second,
         allreduce_seconds=hardware.allreduce_seconds / args.link_scale,
+        memory_bytes=hardware.memory_bytes * args.gpu_memory_utilization / MEMORY_SHARE,
     )
     node = Node(shape, hardware, args.engines, args.engines, prefix_caching=False)
     return replace(node, max_num_seqs=args.max_num_seqs)
+
+
+def divided(node: Node, layout: Layout) -> Node:
+    """Return a node with the room for KV that stock vLLM has in a layout.
+
+    What a GPU does not hold of the weights is added to its memory, so it is free for KV.
+    """
+    spared = node.shape.weight_bytes * (1 - 1 / layout.world_size)
+    hardware = node.hardware
+    memory = hardware.memory_bytes + spared / MEMORY_SHARE
+    return replace(node, hardware=msgspec.structs.replace(hardware, memory_bytes=memory))
 
 
 def _policy(node: Node, asked: Sequence[Arrival]) -> str:
@@ -244,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     node, outputs = node_of(args), drawn(args.requests, *args.outputs)
     asked = [Arrival(0.0, args.prompt_tokens, output, 0) for output in outputs]
     for layout in layouts(args.engines):
-        found = {chunk: len(asked) / seconds(node, layout, chunk, asked) for chunk in args.chunks}
+        own = divided(node, layout) if args.divide_weights else node
+        found = {chunk: len(asked) / seconds(own, layout, chunk, asked) for chunk in args.chunks}
         best = max(found, key=lambda chunk: found[chunk])
         print(f"static {layout.name}: {found[best]:.2f}/s, in chunks of {best}", flush=True)
     for chunk in args.chunks:

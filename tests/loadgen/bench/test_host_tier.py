@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.loadgen.bench.host_tier import Decoding, HostTier, Parked, cycles, drawn, main
+from shoal.loadgen.bench.host_tier import (
+    Decoding,
+    HostTier,
+    Parked,
+    cycles,
+    divided,
+    drawn,
+    main,
+)
 from shoal.loadgen.bench.offline_layouts import WHOLE_PROMPTS, requests, seconds
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.simulation.data_sheets import hardware_named
@@ -72,6 +80,30 @@ def test_slow_writes_hold_up_prompts() -> None:
 def test_a_buffer_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="no room for one more prompt"):
         cycles(NODE, TP, replace(FAST, size=100 * TOKEN), 2000, [5])
+
+
+def test_a_layout_that_divides_the_weights_has_more_room_for_kv() -> None:
+    whole, one, two = (
+        node.hardware.num_blocks(NODE.shape)
+        for node in (NODE, divided(NODE, DP), divided(NODE, TP))
+    )
+    assert one == whole
+    assert (two - one) * 16 * TOKEN == pytest.approx(NODE.shape.weight_bytes / 2, rel=1e-3)
+
+
+def test_options_change_what_static_layouts_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ["--prompt-tokens", "1000", "--outputs", "50", "50", "--requests", "30"]
+    node = ["--hardware", "l40s", "--engines", "2", "--gpu-memory-utilization", "0.49"]
+
+    def rates(*options: str) -> dict[str, str]:
+        main([*node, *lengths, *options])
+        lines = capsys.readouterr().out.splitlines()
+        return dict(line.split(": ") for line in lines if line.startswith("static"))
+
+    alike, divides = rates(), rates("--divide-weights")
+    ample = rates("--gpu-memory-utilization", "0.9")
+    assert divides["static dp"] == alike["static dp"] != ample["static dp"]
+    assert divides["static tp2"] != alike["static tp2"]
 
 
 def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
