@@ -120,7 +120,8 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if share == 1:
             return self.weight_bytes
         shared = self.sharable_parameters(share, widest, max_sp)
-        slots = 2 * shared / self.layers
+        # Two slots. Those of two engines have no room for the engine's own part, which is a half.
+        slots = shared / self.layers * (1 if share == 2 else 2)
         return self.weight_bytes - DTYPE_BYTES[self.weight_dtype] * (
             shared * (1 - 1 / share) - slots
         )

@@ -163,7 +163,10 @@ def test_what_sharing_saves_of_weights_holds_kv(widest: int, max_sp: int, attent
     heads = 2 * SHAPE.hidden * SHAPE.head_dim * (SHAPE.heads + SHAPE.kv_heads)
     layer = 3 * SHAPE.hidden * SHAPE.intermediate + attention * heads
     saved = SHAPE.weight_bytes - SHAPE.kept_bytes(2, widest, max_sp)
-    assert saved == pytest.approx((SHAPE.layers / 2 - 2) * layer * 2), "two slots are left"
+    assert saved == pytest.approx((SHAPE.layers / 2 - 1) * layer * 2), "two halves are slots"
+    four = SHAPE.weight_bytes - SHAPE.kept_bytes(4, 4, max_sp=2)
+    all_of_it = 3 * SHAPE.hidden * SHAPE.intermediate + heads
+    assert four == pytest.approx((SHAPE.layers * 3 / 4 - 2) * all_of_it * 2), "two slots are left"
     blocks = H200.num_blocks(SHAPE, 2, widest, max_sp) - H200.num_blocks(SHAPE)
     token = SHAPE.model_shape().kv_bytes_per_token
     assert blocks * 16 == pytest.approx(saved / token, abs=16)

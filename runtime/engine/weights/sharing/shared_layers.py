@@ -433,8 +433,7 @@ class SharedLayers:
                     continue  # its layers use it where it is kept (``SlotLinear``)
                 for name in names:
                     weight = self._weights[name]
-                    slot = self._member_part(weight, self.whole.slot(name), layout.tp)
-                    target = weight.within(slot, source.part, self._degree.parts // layout.tp)
+                    target = self.whole.slot(name, order(source.place, self._degree.parts))
                     kept = weight.part_in(self._kept[source.place])
                     copies[weight.layer].append(Copy(target, kept, is_own))
         return copies
