@@ -84,7 +84,7 @@ class LayoutLoader:
             degree = Degree(node.share_weights, node.weight_groups)
             slots, pages = WeightSlots(copier), pages_on(device)
             self.shared = SharedLayers(engine, degree, self._directory, memory, slots, pages)
-            self.lender = KvLender(engine, pages, self.shared.descriptors, self.shared.whole)
+            self.lender = KvLender(engine, pages, self.shared.kept.descriptors, self.shared.whole)
         self.buffer = SharedKVBuffer(f"{self._directory.name}-kv", self.lender)
         register_view_loader(
             lambda: self.store,
@@ -111,7 +111,7 @@ class LayoutLoader:
             if self.shared is not None:
                 self.shared.heads = self._shared_heads
                 self._dp.quant_config.shared = self.shared.method
-                if self.shared.is_kept():
+                if self.shared.kept.is_kept():
                     leave_in_use(self._dp.cache_config)
             if current_platform.is_cpu() and self._dp.model_config.enforce_eager:
                 # vLLM compiles some small functions all the same, and a machine that serves eagerly

@@ -357,7 +357,7 @@ def _view_heads(runner: ProbedRunner, layout: Layout, shard: int) -> None:
 
 def kept_weights(runner: ProbedRunner) -> int:
     """Return the number of the file in which this engine keeps its part of shared MLPs."""
-    return os.fstat(runner._loader.shared._file).st_ino
+    return os.fstat(runner._loader.shared.kept.file).st_ino
 
 
 def behind_weights(runner: ProbedRunner) -> int:

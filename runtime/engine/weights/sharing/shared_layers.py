@@ -7,8 +7,6 @@ parts have whole weights (``whole_weights``): slots, or copies. Wider layouts vi
 part.
 """
 
-import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,13 +24,12 @@ from vllm.model_executor.model_loader.weight_utils import initialize_single_dumm
 from vllm.model_executor.utils import set_weight_attrs
 
 from shoal.policies.values.layouts import DP, Layout
-from shoal.runtime.clock import Clock
 from shoal.runtime.engine.weights.rules.fused import GroupedActivation
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.rules.unquantised import STOCK
-from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
 from shoal.runtime.engine.weights.sharing.filling import Filled, Part, rehearse
+from shoal.runtime.engine.weights.sharing.kept_parts import KeptParts
 from shoal.runtime.engine.weights.sharing.nested_order import Order, nested_shard, sources
 from shoal.runtime.engine.weights.sharing.pages import Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
@@ -56,10 +53,6 @@ from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots, stream
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
 _OF_MLPS = {GATE_UP: MergedColumnParallelLinear, DOWN: RowParallelLinear}
-PEER_SECONDS = 1800.0
-"""How long engines wait for each other's part of the weights: for the slowest disk."""
-POLL_SECONDS = 0.05
-"""Time between two looks for the part of a peer that is still loading."""
 
 
 class Heads(NamedTuple):
@@ -93,7 +86,8 @@ class SharedLayers:
         pages: Pages,
     ) -> None:
         self._engine, self._degree, self._place = engine, degree, engine % degree.parts
-        self._memory, self._slots = memory, slots
+        self._slots = slots
+        self.kept = KeptParts(engine, degree.parts, directory, memory)
         self.heads: Heads | None = None
         """What engines share of attention; None: each has all of it. To be set before layers."""
         self._weights: dict[str, SharedWeight] = {}
@@ -106,12 +100,6 @@ class SharedLayers:
         self._mlps: dict[str, int] = {}
         """The number of each MLP's layer, by the MLP's name in the model."""
         self.whole = WholeWeights(pages)
-        self._kept: dict[int, torch.Tensor] = {}
-        """What engines keep, by their places among those that share: this engine's, then peers'."""
-        self.descriptors = Descriptors(directory, engine)
-        self._file = -1
-        self._is_found = False
-        """Whether the runner before this one has filled this engine's memory."""
         stream_by(slots)
 
     # --- loading ----------------------------------------------------------------------------------
@@ -222,15 +210,7 @@ class SharedLayers:
     @property
     def borrowed_bytes(self) -> int:
         """Bytes that count to this process and that other engines keep, or that count twice."""
-        peers = (kept for place, kept in self._kept.items() if place != self._place)
-        return self.whole.alias_bytes + sum(int(kept.numel()) for kept in peers)
-
-    def is_kept(self) -> bool:
-        """Return whether a peer has kept the part that this engine's former process loaded."""
-        file = self._ask(self._engine)
-        if file is not None:
-            os.close(file)
-        return file is not None
+        return self.whole.alias_bytes + self.kept.peer_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -248,18 +228,9 @@ class SharedLayers:
 
     def _allocate(self) -> None:
         """Find or make memory for this engine's part: all layers are known, none is loaded."""
-        if self._place in self._kept:
-            return
-        found = self._ask(self._engine)
-        if found is None:
-            self._file, memory = self._memory.create(self.size)
-        else:
-            # The runner before this one filled it, and peers have kept it.
-            self._file, memory = found, self._memory.open(found, self.size)
-            self._is_found = True
-        self._kept[self._place] = memory
-        for weight in self._weights.values():
-            weight.keep_in(memory, filled=found is not None)
+        if self.kept.allocate(self.size):
+            for weight in self._weights.values():
+                weight.keep_in(self.kept.own, filled=self.kept.is_found)
 
     def complete(self, model: nn.Module, *, dummy: bool) -> None:
         """Give this engine's part to its peers, and get theirs. The model's weights are loaded.
@@ -282,13 +253,12 @@ class SharedLayers:
                 raise UnviewableWeights(f"{name}: the checkpoint has not all of it")
             self._layers[name] = model.get_submodule(name)
             self._methods[name].keep(self._layers[name], weight, self.whole.weight(name))
-        if not self._is_found:
+        if not self.kept.is_found:
             with torch.inference_mode():
                 for weight in self._weights.values():
-                    weight.keep_checksum(self._kept[self._place])
-        self._memory.seal(self._file)
-        self.descriptors.hold(self._engine, self._file)
-        self._meet_peers()
+                    weight.keep_checksum(self.kept.own)
+        self.kept.hand_out()
+        self.kept.meet_peers(self._rehearse)
 
     def _check(self, model: nn.Module) -> None:
         mlps = {name: m for name, m in model.named_modules() if name in self._mlps}
@@ -301,26 +271,10 @@ class SharedLayers:
             if any(layer is not None and layer.bias is not None for layer in layers):
                 raise UnviewableWeights(f"{name}: MLPs with biases cannot be shared")
 
-    def _meet_peers(self, clock: Clock = time.monotonic) -> None:
-        """Map what the peers keep; waits for those that are loading."""
-        deadline = clock() + PEER_SECONDS
-        first = self._engine - self._place
-        for place in set(range(self._degree.parts)) - {self._place}:
-            while (file := self._ask(first + place)) is None:
-                if clock() > deadline:
-                    raise TimeoutError(f"nobody has the weights that engine {first + place} keeps")
-                time.sleep(POLL_SECONDS)
-            memory = self._kept[place] = self._memory.open(file, self.size)
-            self.descriptors.hold(first + place, file)
-            parts = [(n, w.bytes_in(memory), w) for n, w in self._weights.items()]
-            rehearse([Part(n, kept, kept, None, w.checksum_in(memory)) for n, kept, w in parts])
-
-    def _ask(self, engine: int) -> int | None:
-        """Return a descriptor of what an engine keeps, from any other engine that has one."""
-        first = self._engine - self._place
-        others = set(range(first, first + self._degree.parts)) - {self._engine}
-        asked = (self.descriptors.ask(o, engine) for o in sorted(others, key=lambda o: o != engine))
-        return next((file for file in asked if file is not None), None)
+    def _rehearse(self, memory: torch.Tensor) -> None:
+        """Hold what a peer keeps against its checksums (``filling.rehearse``)."""
+        parts = [(n, w.bytes_in(memory), w) for n, w in self._weights.items()]
+        rehearse([Part(n, kept, kept, None, w.checksum_in(memory)) for n, kept, w in parts])
 
     # --- layouts ----------------------------------------------------------------------------------
 
@@ -381,7 +335,7 @@ class SharedLayers:
         Returns:
             Copies, in any thread, and says how; steps that stream take part (``Filling.finish``).
         """
-        filling = self.whole.fill(self._kept, lent)
+        filling = self.whole.fill(self.kept.by_place, lent)
         if filling is None:
             return partial(Filled, 0, 0, 0.0, 0.0)
         self._slots.keep(filling)
@@ -434,7 +388,7 @@ class SharedLayers:
                 for name in names:
                     weight = self._weights[name]
                     target = self.whole.slot(name, order(source.place, self._degree.parts))
-                    kept = weight.part_in(self._kept[source.place])
+                    kept = weight.part_in(self.kept.by_place[source.place])
                     copies[weight.layer].append(Copy(target, kept, is_own))
         return copies
 

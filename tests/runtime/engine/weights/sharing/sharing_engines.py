@@ -304,4 +304,4 @@ def node(
 def close_all() -> None:
     """Close what the engines of a test have open."""
     while SharingEngine.made:
-        SharingEngine.made.pop().mlps.descriptors.close()
+        SharingEngine.made.pop().mlps.kept.descriptors.close()

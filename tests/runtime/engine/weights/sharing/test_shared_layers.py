@@ -114,7 +114,7 @@ def test_an_engine_keeps_a_part_and_two_slots(tmp_path: Path, share: int) -> Non
     # The addresses of each layer, behind which slots are, count as well.
     peers = (share - 1) * (LAYERS * layer // share + CHECKSUMS)
     assert engine.mlps.borrowed_bytes == peers + LAYERS * SLOTS[share] // 2
-    memory = engine.mlps._kept[engine.number % share].untyped_storage().data_ptr()
+    memory = engine.mlps.kept.own.untyped_storage().data_ptr()
     storages = {p.untyped_storage().data_ptr() for p in engine.member(4).parameters()}
     assert storages == {memory}, "a wider layout has nothing of its own"
 
@@ -279,12 +279,12 @@ def test_only_the_other_engines_part_is_copied_where_dp_is_all_that_streams(
 def test_a_part_comes_back_from_peers_without_being_loaded(
     tmp_path: Path, stock: list[torch.Tensor]
 ) -> None:
-    assert not SharingEngine(tmp_path, 1, 2).mlps.is_kept()
+    assert not SharingEngine(tmp_path, 1, 2).mlps.kept.is_kept()
     engines = node(tmp_path, 2)
     again = SharingEngine(tmp_path, 1, 2)
-    assert again.mlps.is_kept()
+    assert again.mlps.kept.is_kept()
     again.complete()
-    files = [os.fstat(engine.mlps._file).st_ino for engine in (engines[1], again)]
+    files = [os.fstat(engine.mlps.kept.file).st_ino for engine in (engines[1], again)]
     assert files[0] == files[1]
     assert all(map(is_close, again.outputs(1), stock))
     for engine in (engines[0], again):
