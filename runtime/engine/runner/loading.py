@@ -28,7 +28,11 @@ from shoal.runtime.engine.kv.kv_cache import SharedKVBuffer
 from shoal.runtime.engine.kv.kv_lender import KvLender
 from shoal.runtime.engine.layouts.adapters import load_adapters
 from shoal.runtime.engine.layouts.encoder_cache import encoder_cache_bytes
-from shoal.runtime.engine.layouts.engine_config import engine_config, shares_attention
+from shoal.runtime.engine.layouts.engine_config import (
+    engine_config,
+    shares_attention,
+    shares_vocabulary,
+)
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
@@ -110,6 +114,7 @@ class LayoutLoader:
             self._dp = engine_config(self._node, DP, UnitExecutor)
             if self.shared is not None:
                 self.shared.heads = self._shared_heads
+                self.shared.shares_vocabulary = shares_vocabulary(self._node, self._dp)
                 self._dp.quant_config.shared = self.shared.method
                 if self.shared.kept.is_kept():
                     leave_in_use(self._dp.cache_config)

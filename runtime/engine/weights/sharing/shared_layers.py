@@ -1,10 +1,10 @@
 """The layers of a model of which each engine keeps a part, and gets the others from its peers.
 
-SiDP, section 4. What is shared are the gated MLPs (FFN), most of a dense model's weights, and
-attention's projections where engines keep whole KV heads (``shared_attention``). Loading
-fills only the engine's own part. The DP model and other layouts with fewer members than there are
-parts have whole weights (``whole_weights``): slots, or copies. Wider layouts view the engine's own
-part.
+SiDP, section 4. What is shared are the gated MLPs (FFN), most of a dense model's weights,
+attention's projections where engines keep whole KV heads (``shared_attention``), and the vocabulary
+where members have ranges of it that engines keep (``vocabulary_sharing``). Loading fills only the
+engine's own part. The DP model and other layouts with fewer members than there are parts have whole
+weights (``whole_weights``): slots, or copies. Wider layouts view the engine's own part.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -30,12 +31,19 @@ from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.rules.unquantised import STOCK
 from shoal.runtime.engine.weights.sharing.filling import Filled, Part, rehearse
 from shoal.runtime.engine.weights.sharing.kept_parts import KeptParts
-from shoal.runtime.engine.weights.sharing.nested_order import Order, nested_shard, sources
+from shoal.runtime.engine.weights.sharing.nested_order import (
+    Order,
+    nested_shard,
+    rank_order,
+    sources,
+)
 from shoal.runtime.engine.weights.sharing.pages import Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
+from shoal.runtime.engine.weights.sharing.shared_vocabulary import SharedVocabulary
 from shoal.runtime.engine.weights.sharing.shared_weight import (
     ALIGNMENT,
     DOWN,
+    EMBEDDING,
     GATE_UP,
     OUTPUT,
     QKV,
@@ -90,6 +98,8 @@ class SharedLayers:
         self.kept = KeptParts(engine, degree.parts, directory, memory)
         self.heads: Heads | None = None
         """What engines share of attention; None: each has all of it. To be set before layers."""
+        self.shares_vocabulary = False
+        """Whether engines share the embeddings and the LM head. To be set before layers, too."""
         self._weights: dict[str, SharedWeight] = {}
         """By the name of the layer in the model."""
         self._methods: dict[str, SlotMethod] = {}
@@ -100,11 +110,12 @@ class SharedLayers:
         self._mlps: dict[str, int] = {}
         """The number of each MLP's layer, by the MLP's name in the model."""
         self.whole = WholeWeights(pages)
+        self._vocabulary = SharedVocabulary(self._place, degree, pages, self.whole, self)
         stream_by(slots)
 
     # --- loading ----------------------------------------------------------------------------------
 
-    def method(self, layer: nn.Module, name: str, stock: Any) -> SlotLinear | SlotFp8 | None:
+    def method(self, layer: nn.Module, name: str, stock: Any) -> QuantizeMethodBase | None:
         """Return the method of a layer of the DP model; None if the layer is not shared.
 
         Args:
@@ -115,6 +126,8 @@ class SharedLayers:
         Raises:
             UnviewableWeights: weights that are quantised so cannot be shared.
         """
+        if self.shares_vocabulary and (of_tokens := self._vocabulary.method(layer, stock)):
+            return of_tokens
         owner, _, kind = name.rpartition(".")
         add, is_plain = partial(self.add, name), isinstance(stock, STOCK)
         method: SlotLinear | SlotFp8 | None = None
@@ -136,13 +149,21 @@ class SharedLayers:
             and layer.total_num_kv_heads == self.heads.kv_heads
         )
 
+    def number(self, name: str) -> int:
+        """Return the number of what is in a slot at a time, which may be a new one."""
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def keep(self, name: str, weight: SharedWeight) -> None:
+        """Keep a part of one more weight."""
+        self._weights[name] = weight
+
     def _number(self, name: str) -> int:
         """Return the number of a weight's layer: attention and an MLP of one module are one."""
         owner, _, kind = name.rpartition(".")
         block = owner.rpartition(".")[0] or owner
-        number = self._numbers.setdefault(block, len(self._numbers))
+        number = self.number(block)
         if any((known.layer, known.kind) == (number, kind) for known in self._weights.values()):
-            number = self._numbers.setdefault(owner, len(self._numbers))
+            number = self.number(owner)
         if kind in (GATE_UP, DOWN):
             self._mlps[owner] = number
         return number
@@ -189,11 +210,11 @@ class SharedLayers:
             order=order,
             sections=sections,
         )
-        self._weights[name] = weight
+        self.keep(name, weight)
         self.whole.add(name, weight)
 
         def load(_: Parameter, loaded: torch.Tensor, half: Any = None) -> None:
-            self._allocate()
+            self.allocate()
             weight.load(loaded, half)
 
         parameter = Parameter(weight.of_layer(self.whole.weight(name)), requires_grad=False)
@@ -220,13 +241,15 @@ class SharedLayers:
     def has(self, name: str) -> bool:
         """Return whether a tensor of the DP model is one of the shared weights, or of a piece."""
         layer, _, key = name.rpartition(".")
+        if self._vocabulary.has(layer, key):
+            return True
         return layer.partition(".pieces.")[0] in self._weights and key in ("weight", "own")
 
     def _member_part(self, weight: SharedWeight, whole: torch.Tensor, tp: int) -> torch.Tensor:
         """Return what this engine computes with in a layout, of a whole weight as it is stored."""
         return weight.within(whole, weight.order(self._place % tp, tp), tp)
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         """Find or make memory for this engine's part: all layers are known, none is loaded."""
         if self.kept.allocate(self.size):
             for weight in self._weights.values():
@@ -245,14 +268,16 @@ class SharedLayers:
             ValueError: what a peer keeps is not what it has taken the checksum of.
         """
         self._check(model)
-        self._allocate()
+        self.allocate()
         for name, weight in self._weights.items():
             if dummy:
                 weight.make_up(initialize_single_dummy_weight)
             if weight.missing or weight.kept is None:
                 raise UnviewableWeights(f"{name}: the checkpoint has not all of it")
+        for name, method in self._methods.items():
             self._layers[name] = model.get_submodule(name)
-            self._methods[name].keep(self._layers[name], weight, self.whole.weight(name))
+            method.keep(self._layers[name], self._weights[name], self.whole.weight(name))
+        self._vocabulary.complete(model)
         if not self.kept.is_found:
             with torch.inference_mode():
                 for weight in self._weights.values():
@@ -295,6 +320,8 @@ class SharedLayers:
             weight, layer = self._weights[full.name], self._layers[full.name]
             stored, parts = self._of_member(full.name, shard.of)
             kept, order = self._methods[full.name].part(layer, weight, stored, parts), weight.order
+        elif (rows := self._vocabulary.part(full.name, shard.of, self.kept.own)) is not None:
+            kept, order = rows, rank_order
         else:
             return full, shard
         within = self._within(shard.of, order)
@@ -368,6 +395,7 @@ class SharedLayers:
                 method.stream(
                     model.get_submodule(name), layer, weight, *self._of_member(name, layout.tp)
                 )
+        self._vocabulary.stream_in(model, layout, self.kept.by_place)
         waits = {weight.layer for weight in self._weights.values() if weight.kind == QKV}
         for name, number in self._mlps.items():
             if number not in waits:  # else its attention has waited (``SlotQkv``)
@@ -375,11 +403,12 @@ class SharedLayers:
                 mlp.forward = _streamed(mlp.forward, layout.tp, number)
 
     def _copies(self, layout: Layout) -> dict[int, list[Copy]]:
-        """Return how each layer gets into its slot: attention first, and MLPs with one order."""
+        """Return how each layer gets into its slot, and pieces of the LM head: attention first."""
         copies: dict[int, list[Copy]] = {number: [] for number in self._numbers.values()}
         by_order: dict[Order, list[str]] = {}
         for name, weight in self._weights.items():
-            by_order.setdefault(weight.order, []).append(name)
+            if weight.kind != EMBEDDING:  # its rows are read where they are kept
+                by_order.setdefault(weight.order, []).append(name)
         for order, names in by_order.items():
             for source in sources(self._place, self._degree.parts, layout.tp, order):
                 is_own = source.place == self._place
