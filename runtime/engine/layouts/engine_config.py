@@ -82,7 +82,7 @@ def shares_vocabulary(node: NodeConfig, config: VllmConfig) -> bool:
     model = config.model_config
     # vLLM computes a head in another dtype from the weight itself, past the layer's method.
     is_plain = model.head_dtype == model.dtype
-    tied = getattr(model.hf_text_config, "tie_word_embeddings", True)
+    tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
     return is_plain and is_vocabulary_shared(tied, node.share_weights, node.max_group)
 
 

@@ -2,17 +2,16 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from shoal.runtime import vocabulary_sharing
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.sharing import shared_vocabulary
 from shoal.runtime.engine.weights.sharing.pages import HostPages
-from tests.runtime.engine.one_rank import tensor_parallel
 from tests.runtime.engine.weights.sharing.sharing_engines import (
     DECODER,
     ENGINES,
@@ -139,6 +138,14 @@ def test_layouts_in_which_an_engine_lacks_its_rows_are_refused(tmp_path: Path) -
 
 def test_an_lm_head_that_is_the_embeddings_is_refused(tmp_path: Path) -> None:
     engine = SharingEngine(tmp_path, 0, 2, weights=LANGUAGE)
-    with tensor_parallel(0, 1), pytest.raises(UnviewableWeights, match="is the embeddings"):
-        head: ParallelLMHead = engine.dp.head.lm_head
-        head.tie_weights(engine.dp.embedding.tokens)
+    head: Any = engine.dp.head
+    with pytest.raises(UnviewableWeights, match="is the embeddings"):
+        head.lm_head.tie_weights(engine.dp.embedding)
+
+
+def test_the_rows_are_read_within_one_graph(tmp_path: Path) -> None:
+    """vLLM compiles a model whole, with its embeddings."""
+    engine = node(tmp_path, 4, weights=LANGUAGE)[1]
+    tokens, numbers = engine.dp.embedding.tokens, torch.arange(250)  # type: ignore[union-attr]
+    compiled = torch.compile(tokens, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(numbers), tokens(numbers))
