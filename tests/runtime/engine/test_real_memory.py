@@ -169,6 +169,18 @@ def test_steps_that_stream_fill_whole_weights(node: RealNode, expected: list[lis
     end(node, alone(0), running)
 
 
+@pytest.mark.parametrize("damage", [probes.leave_head_out, probes.swap_embeddings])
+def test_the_vocabulary_of_the_other_engine_is_needed(
+    node: RealNode, expected: list[list[int]], damage: probes.Damage
+) -> None:
+    for damaged in (True, False):
+        node.probe(0, damage, damaged)
+        prompts = fresh()
+        found, right = (node.generate(alone(engine), prompts, 8) for engine in (0, 1))
+        assert (found != right) is damaged
+    assert_serves(node, alone(0), expected)
+
+
 def decide(node: RealNode, share: int) -> MemoryView:
     """Change the level as a policy's plan does."""
     memory = node.controller._operations.memory
