@@ -199,18 +199,28 @@ class SharedVocabulary:
                 parts = [layer.kept_in(kept[part]) for part in range(first, first + count)]
                 gather(target, parts)
                 continue
-            rows = layer.at.shape[0] // self._parts
-            # DP uses the engine's own rows where they are kept, and so has no copies of them.
-            own = (self._place * rows, layer.kept_in(kept[self._place])) if layout == DP else None
-            streamed = [
-                part for part in range(first, first + count) if own is None or part != self._place
-            ]
-            pieces = []
-            for number, (name, weight) in enumerate(layer.weights.items()):
-                stored, size = self._whole.weight(name), rows // len(layer.weights)
-                found = [
-                    ((part - first) * rows + number * size, stored.narrow(0, part * size, size))
+            target.quant_method = self._streamed(layer, layout, range(first, first + count), kept)
+
+    def _streamed(
+        self, layer: _Layer, layout: Layout, parts: range, kept: Mapping[int, torch.Tensor]
+    ) -> StreamedHead:
+        """Return the method of an LM head of a layout's member that computes these parts."""
+        rows = layer.at.shape[0] // self._parts
+        # DP uses the engine's own rows where they are kept, and so has no copies of them.
+        own = (self._place * rows, layer.kept_in(kept[self._place])) if layout == DP else None
+        streamed = [part for part in parts if own is None or part != self._place]
+        size = rows // len(layer.weights)
+        pieces = [
+            Piece(
+                weight.layer,
+                [
+                    (
+                        (part - parts.start) * rows + number * size,
+                        weight.within(self._whole.weight(name), part, self._parts),
+                    )
                     for part in streamed
-                ]
-                pieces.append(Piece(weight.layer, found))
-            target.quant_method = StreamedHead(layout.tp, count * rows, own, pieces)
+                ],
+            )
+            for number, (name, weight) in enumerate(layer.weights.items())
+        ]
+        return StreamedHead(layout.tp, len(parts) * rows, own, pieces)

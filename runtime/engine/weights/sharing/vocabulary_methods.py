@@ -145,15 +145,6 @@ class StreamedHead(PlainEmbedding):
         return logits if bias is None else logits + bias
 
 
-def loader(load: Callable[[torch.Tensor], None]) -> dict[str, Any]:
-    """Return the attributes of a parameter whose weight goes elsewhere."""
-    return {
-        "weight_loader": lambda _, loaded: load(loaded),
-        "output_dim": 0,
-        "input_dim": 1,
-    }
-
-
 def parameter(at: torch.Tensor, load: Callable[[torch.Tensor], None]) -> Parameter:
     """Return what stands for a weight of which nothing is read.
 
@@ -162,5 +153,9 @@ def parameter(at: torch.Tensor, load: Callable[[torch.Tensor], None]) -> Paramet
         load: takes what the checkpoint has of it.
     """
     made = Parameter(at, requires_grad=False)
-    set_weight_attrs(made, loader(load))
+
+    def load_weight(_: Parameter, loaded: torch.Tensor) -> None:
+        load(loaded)
+
+    set_weight_attrs(made, {"weight_loader": load_weight, "output_dim": 0, "input_dim": 1})
     return made
