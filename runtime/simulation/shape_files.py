@@ -19,6 +19,7 @@ from shoal.policies.values.layouts import Layout
 from shoal.runtime.config import PEER_BYTES_PER_SECOND
 from shoal.runtime.engine.fake.step_times import StepTimes
 from shoal.runtime.shared_attention import is_attention_shared
+from shoal.runtime.vocabulary_sharing import head_pieces, held_parts, is_vocabulary_shared
 
 DTYPE_BYTES = {"mxfp4": 17 / 32, "fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0}
 """Bytes of one weight. In MXFP4 32 of them share a scale of one byte."""
@@ -77,6 +78,8 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Type of the routed experts' weights; empty: ``weight_dtype``."""
     attention_parameters: int = 0
     """Parameters of a layer's projections around attention; 0: those that the heads say."""
+    tied: bool = False
+    """Whether the output layer is the embeddings, too."""
 
     @property
     def expert_parameters(self) -> int:
@@ -100,7 +103,9 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
     def sharable_parameters(self, share: int, widest: int = 1, max_sp: int = 1) -> int:
-        """Return the parameters that engines share: of MLPs, and of attention where they can.
+        """Return the parameters that engines stream from each other.
+
+        These are those of MLPs, and of attention and the output layer where they can be shared.
 
         Args:
             share: how many engines share weights.
@@ -109,21 +114,29 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         if self.experts:
             return 0
+        head = self.hidden * self.vocab * is_vocabulary_shared(self.tied, share, widest)
+        return self.layers * self._sharable_of_layer(share, widest, max_sp) + head
+
+    def _sharable_of_layer(self, share: int, widest: int, max_sp: int) -> int:
         layer = 3 * self.hidden * self.intermediate
         shares_heads = is_attention_shared(self.kv_heads, share, widest, max_sp)
         if shares_heads and self.weight_dtype != "fp8" and not self.attention_parameters:
             layer += self._projections
-        return self.layers * layer
+        return layer
 
     def kept_bytes(self, share: int, widest: int = 1, max_sp: int = 1) -> float:
         """Return the bytes of weights on one engine (see ``sharable_parameters``)."""
-        if share == 1:
+        if share == 1 or self.experts:
             return self.weight_bytes
-        shared = self.sharable_parameters(share, widest, max_sp)
-        slots = 2 * shared / self.layers
-        return self.weight_bytes - DTYPE_BYTES[self.weight_dtype] * (
-            shared * (1 - 1 / share) - slots
-        )
+        width, saved = DTYPE_BYTES[self.weight_dtype], 1 - 1 / share
+        shared = self.sharable_parameters(share, widest, max_sp) * width
+        slots = 2 * self._sharable_of_layer(share, widest, max_sp) * width
+        if is_vocabulary_shared(self.tied, share, widest):
+            shared += self.hidden * self.vocab * self._embedding_width
+            rows = self.vocab // share
+            pieces = head_pieces(rows, int(self.hidden * width), share)
+            slots += 2 * self.hidden * rows * share / pieces * width
+        return self.weight_bytes - shared * saved + slots * held_parts(share) / share
 
     @property
     def parameters(self) -> float:
@@ -136,7 +149,14 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes of all weights on one engine."""
         width = DTYPE_BYTES[self.weight_dtype]
         linear = self.common_parameters * width + self.expert_parameters * self.expert_width
-        return linear + self.hidden * self.vocab * max(width, ACTIVATION_BYTES)
+        if self.tied:
+            linear -= self.hidden * self.vocab * width
+        return linear + self.hidden * self.vocab * self._embedding_width
+
+    @property
+    def _embedding_width(self) -> float:
+        """Bytes of one parameter of the embeddings."""
+        return max(DTYPE_BYTES[self.weight_dtype], ACTIVATION_BYTES)
 
     @property
     def expert_width(self) -> float:

@@ -157,6 +157,7 @@ def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
         weight_dtype="fp8" if model.quantization in FP8_QUANTISATIONS else dtype,
         kv_dtype="fp8" if cache_dtype.startswith("fp8") else dtype,
         max_model_len=model.max_model_len,
+        tied=bool(getattr(text, "tie_word_embeddings", False)),
         **(_latent_attention if model.use_mla else _attention)(model, text),
         **_experts_of(model, text),
     )

@@ -15,6 +15,7 @@ from shoal.runtime.engine.weights.view_loader import VIEW_LOAD_FORMAT
 from shoal.runtime.layout_configs import take
 from shoal.runtime.served_weights import EXPERTS_BACKEND, MXFP4_QUANTISATIONS
 from shoal.runtime.shared_attention import is_attention_shared
+from shoal.runtime.vocabulary_sharing import is_vocabulary_shared
 
 HEAD_MAJOR_ONLY = 10
 """GPUs of this generation (Blackwell) have attention kernels that read head-major pages alone."""
@@ -38,6 +39,7 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
     config.parallel_config.distributed_executor_backend = executor_class
     config.load_config.use_tqdm_on_load = False
     shared = f"shared={node.share_weights},attention={shares_attention(node, config)}"
+    shared += f",vocabulary={shares_vocabulary(node, config)}"
     config.additional_config = {
         **config.additional_config,
         "shoal_weights": f"{WEIGHT_SCHEME},groups={node.weight_groups},{shared}",
@@ -73,6 +75,15 @@ def shares_attention(node: NodeConfig, config: VllmConfig) -> bool:
     """Return whether engines share the weights of attention's projections that are plain."""
     kv_heads = config.model_config.get_total_num_kv_heads()
     return is_attention_shared(kv_heads, node.share_weights, node.max_group, node.max_sp)
+
+
+def shares_vocabulary(node: NodeConfig, config: VllmConfig) -> bool:
+    """Return whether engines share the embeddings and the LM head."""
+    model = config.model_config
+    # vLLM computes a head in another dtype from the weight itself, past the layer's method.
+    is_plain = model.head_dtype == model.dtype
+    tied = getattr(model.hf_text_config, "tie_word_embeddings", False)
+    return is_plain and is_vocabulary_shared(tied, node.share_weights, node.max_group)
 
 
 def _stream_weights(config: VllmConfig) -> None:

@@ -141,6 +141,16 @@ SEAMS = (
         "MLAAttention.process_weights_after_loading",
         "attention",
     ),
+    Seam(
+        f"{_LAYERS}.vocab_parallel_embedding", "VocabParallelEmbedding.forward", "shared_vocabulary"
+    ),
+    Seam(f"{_LAYERS}.vocab_parallel_embedding", "ParallelLMHead.tie_weights", "vocabulary_methods"),
+    Seam(f"{_LAYERS}.logits_processor", "LogitsProcessor._apply_head", "vocabulary_methods"),
+    Seam(
+        "vllm.model_executor.model_loader.dummy_loader",
+        "DummyModelLoader.load_weights",
+        "slot_methods",
+    ),
     Seam(f"{_LAYERS}.fused_moe.routed_experts", "RoutedExperts._get_quant_method", "experts"),
     Seam(
         f"{_LAYERS}.fused_moe.unquantized_fused_moe_method",

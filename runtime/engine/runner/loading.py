@@ -28,7 +28,11 @@ from shoal.runtime.engine.kv.kv_cache import SharedKVBuffer
 from shoal.runtime.engine.kv.kv_lender import KvLender
 from shoal.runtime.engine.layouts.adapters import load_adapters
 from shoal.runtime.engine.layouts.encoder_cache import encoder_cache_bytes
-from shoal.runtime.engine.layouts.engine_config import engine_config, shares_attention
+from shoal.runtime.engine.layouts.engine_config import (
+    engine_config,
+    shares_attention,
+    shares_vocabulary,
+)
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
@@ -84,7 +88,7 @@ class LayoutLoader:
             degree = Degree(node.share_weights, node.weight_groups)
             slots, pages = WeightSlots(copier), pages_on(device)
             self.shared = SharedLayers(engine, degree, self._directory, memory, slots, pages)
-            self.lender = KvLender(engine, pages, self.shared.descriptors, self.shared.whole)
+            self.lender = KvLender(engine, pages, self.shared.kept.descriptors, self.shared.whole)
         self.buffer = SharedKVBuffer(f"{self._directory.name}-kv", self.lender)
         register_view_loader(
             lambda: self.store,
@@ -110,8 +114,9 @@ class LayoutLoader:
             self._dp = engine_config(self._node, DP, UnitExecutor)
             if self.shared is not None:
                 self.shared.heads = self._shared_heads
+                self.shared.shares_vocabulary = shares_vocabulary(self._node, self._dp)
                 self._dp.quant_config.shared = self.shared.method
-                if self.shared.is_kept():
+                if self.shared.kept.is_kept():
                     leave_in_use(self._dp.cache_config)
             if current_platform.is_cpu() and self._dp.model_config.enforce_eager:
                 # vLLM compiles some small functions all the same, and a machine that serves eagerly

@@ -44,6 +44,7 @@ from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
 from shoal.runtime.engine.weights.sharing import filling
 from shoal.runtime.engine.weights.sharing.filling import Filled, Filling
+from shoal.runtime.engine.weights.sharing.shared_weight import HEAD
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.protocol.messages import Mode
@@ -357,7 +358,7 @@ def _view_heads(runner: ProbedRunner, layout: Layout, shard: int) -> None:
 
 def kept_weights(runner: ProbedRunner) -> int:
     """Return the number of the file in which this engine keeps its part of shared MLPs."""
-    return os.fstat(runner._loader.shared._file).st_ino
+    return os.fstat(runner._loader.shared.kept.file).st_ino
 
 
 def behind_weights(runner: ProbedRunner) -> int:
@@ -488,6 +489,26 @@ def order_shards_by_rank(runner: ProbedRunner, damaged: bool) -> None:
             rule = rule_of(layer)
             assert isinstance(rule, LinearRule)
             rule.cut(layer, kept, wrong if damaged else shard)
+
+
+def leave_head_out(runner: ProbedRunner, damaged: bool) -> None:
+    """Let DP compute logits with zeros in place of what is streamed of the LM head."""
+    shared = runner._loader.shared
+    shared.stream_in(runner._workers[DP].model, DP)  # which finds all copies anew
+    for name, weight in shared._weights.items():
+        if damaged and weight.kind == HEAD:
+            shared._slots.copies[DP.tp][weight.layer] = []
+            shared.whole.slot(name, 1 - weight.own).zero_()
+    shared._slots._filled = [None] * SLOTS
+
+
+def swap_embeddings(runner: ProbedRunner, damaged: bool) -> None:
+    """Let DP take the parts of its embeddings for each other."""
+    runner._loader.shared.stream_in(runner._workers[DP].model, DP)
+    if damaged:
+        for layer in runner._workers[DP].model.modules():
+            if hasattr(layer, "rows_of"):
+                layer.rows_of = layer.rows_of[::-1]
 
 
 def confuse_experts(runner: ProbedRunner, layout: Layout) -> bool:

@@ -21,6 +21,8 @@ from tests.variety import is_varied
 
 PAIR = tp(0, 1)
 LAYERS = 10
+STREAMED = LAYERS + 1
+"""The LM head, in one piece, is streamed as a layer is."""
 SHORT = PROMPTS[:6]
 TOKENS = 96
 """Of requests that run while memory moves."""
@@ -161,10 +163,22 @@ def test_steps_that_stream_fill_whole_weights(node: RealNode, expected: list[lis
     node.wait_for_tokens(running, 1)
     node.change_memory(1)
     assert not node.finished.keys() & set(running), "there was nothing left to compute"
-    assert node.probe_all(probes.note_fills) == [[(LAYERS, 0)], [(0, LAYERS)]]
+    assert node.probe_all(probes.note_fills) == [[(STREAMED, 0)], [(0, STREAMED)]]
     node.wait_for_tokens(running, TOKENS)
     assert [node.tokens[request][:TOKENS] for request in running] == expected[:3]
     end(node, alone(0), running)
+
+
+@pytest.mark.parametrize("damage", [probes.leave_head_out, probes.swap_embeddings])
+def test_the_vocabulary_of_the_other_engine_is_needed(
+    node: RealNode, expected: list[list[int]], damage: probes.Damage
+) -> None:
+    for damaged in (True, False):
+        node.probe(0, damage, damaged)
+        prompts = fresh()
+        found, right = (node.generate(alone(engine), prompts, 8) for engine in (0, 1))
+        assert (found != right) is damaged
+    assert_serves(node, alone(0), expected)
 
 
 def decide(node: RealNode, share: int) -> MemoryView:

@@ -33,6 +33,7 @@ def test_every_layout_generates_stocks_tokens(result: dict[str, Any]) -> None:
     for layout, outputs in tokens.items():
         assert outputs == tokens["stock"], layout
     assert_sampled_as_stock_does(result)
+    assert result["streamed"] == [True, False]
     assert result["modes"] == ["sp", "tp"]
     assert result["sample alike"] == {"one has drawn": False, "bound again": True}
     assert result["owned"] == [{"dp": 0, "tp2": 0}] * 2

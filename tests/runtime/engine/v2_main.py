@@ -1,9 +1,9 @@
 """The V2 model runner on CPUs, by Triton's interpreter; see ``v2_program``.
 
 Run as ``python -m tests.runtime.engine.v2_main DIRECTORY OPERATIONS``. Writes to standard output,
-as JSON, what stock vLLM and each layout of a two-engine node generate for the same prompts, whether
-the members of its group sample alike, and what became of requests that switches moved or carried.
-Then four engines lead a random life of so many operations (``random_life``).
+as JSON, what stock vLLM and each layout of two engines that share weights generate for the same
+prompts, whether the members of their group sample alike, and what became of requests that switches
+moved or carried. Then four engines lead a random life of so many operations (``random_life``).
 """
 
 import json
@@ -138,10 +138,16 @@ def main(directory: Path, operations: int) -> dict[str, Any]:
     both = len(PROMPTS) + len(SAMPLED)
     tokens = {"stock": real_node.tokens_of(expected[: len(PROMPTS)])}
     sampled = {"stock": real_node.tokens_of(expected[len(PROMPTS) : both])}
-    with real_node.RealNode(model, 2, patience=PATIENCE_SECONDS, max_sp=2, environment=V2) as node:
+    sizes = {"patience": PATIENCE_SECONDS, "environment": V2, "max_sp": 2, "share_weights": 2}
+    with real_node.RealNode(model, 2, **sizes) as node:
         runners = sorted(set(node.probe_all(probes.model_runner_module)))
         takes_arrays = node.probe_all(probes.takes_arrays)
         tokens["dp"] = node.generate_spread(UNITS, PROMPTS, TOKENS)
+        streamed = [node.probe(0, probes.streams)]
+        node.change_memory(1)
+        tokens["dp with whole weights"] = node.generate_spread(UNITS, PROMPTS, TOKENS)
+        streamed.append(node.probe(0, probes.streams))
+        node.change_memory(2)
         paused = node.submit(alone(1), PROMPTS, TOKENS)
         node.wait_for_tokens(paused, 2)
         with node.bound(GROUP):
@@ -172,6 +178,7 @@ def main(directory: Path, operations: int) -> dict[str, Any]:
         "runners": runners,
         "takes arrays": takes_arrays,
         "owned": owned,
+        "streamed": streamed,
         "modes": sorted(mode for mode, steps in modes.items() if steps),
         "sample alike": dict(zip(("one has drawn", "bound again"), alike, strict=True)),
         "problems": problems,

@@ -16,6 +16,7 @@ from shoal.runtime.simulation.shape_files import (
     read_shape,
     step_times,
 )
+from shoal.runtime.vocabulary_sharing import head_pieces
 
 SHAPE = read_shape("llama-3-8b-bf16")
 H200 = read_hardware("h200")
@@ -156,26 +157,52 @@ def test_a_dtype_without_a_rate_is_an_error() -> None:
         step_times(shape, H200)
 
 
+HEADS = 2 * SHAPE.hidden * SHAPE.head_dim * (SHAPE.heads + SHAPE.kv_heads)
+MLP = 3 * SHAPE.hidden * SHAPE.intermediate
+VOCABULARY = SHAPE.hidden * SHAPE.vocab
+PIECES = head_pieces(SHAPE.vocab // 2, 2 * SHAPE.hidden, 2)
+
+
 @pytest.mark.parametrize(
-    ("widest", "max_sp", "attention"), [(2, 1, True), (4, 2, True), (4, 4, False)]
+    ("widest", "max_sp", "heads", "vocabulary"),
+    [(2, 1, HEADS, VOCABULARY), (4, 2, HEADS, 0), (4, 4, 0, 0)],
 )
-def test_what_sharing_saves_of_weights_holds_kv(widest: int, max_sp: int, attention: bool) -> None:
-    heads = 2 * SHAPE.hidden * SHAPE.head_dim * (SHAPE.heads + SHAPE.kv_heads)
-    layer = 3 * SHAPE.hidden * SHAPE.intermediate + attention * heads
+def test_what_sharing_saves_of_weights_holds_kv(
+    widest: int, max_sp: int, heads: int, vocabulary: int
+) -> None:
     saved = SHAPE.weight_bytes - SHAPE.kept_bytes(2, widest, max_sp)
-    assert saved == pytest.approx((SHAPE.layers / 2 - 2) * layer * 2), "two slots are left"
+    in_slots = (MLP + heads) / 2 * 2 + 2 * vocabulary / 2 / PIECES
+    shared = SHAPE.layers * (MLP + heads) + 2 * vocabulary
+    assert saved == pytest.approx((shared / 2 - in_slots) * 2), "two halves of layers are slots"
     blocks = H200.num_blocks(SHAPE, 2, widest, max_sp) - H200.num_blocks(SHAPE)
     token = SHAPE.model_shape().kv_bytes_per_token
     assert blocks * 16 == pytest.approx(saved / token, abs=16)
     assert SHAPE.kept_bytes(1, widest, max_sp) == SHAPE.weight_bytes
 
 
+def test_more_than_two_engines_have_slots_for_whole_layers() -> None:
+    saved = SHAPE.weight_bytes - SHAPE.kept_bytes(4, 4, 2)
+    pieces = head_pieces(SHAPE.vocab // 4, 2 * SHAPE.hidden, 4)
+    in_slots = 2 * (MLP + HEADS) + 2 * VOCABULARY / pieces
+    shared = SHAPE.layers * (MLP + HEADS) + 2 * VOCABULARY
+    assert saved == pytest.approx((shared * 3 / 4 - in_slots) * 2)
+
+
+def test_a_head_that_is_the_embeddings_counts_once_and_stays_whole() -> None:
+    tied = msgspec.structs.replace(SHAPE, tied=True)
+    assert SHAPE.weight_bytes - tied.weight_bytes == 2 * VOCABULARY
+    saved = tied.weight_bytes - tied.kept_bytes(2, 2)
+    assert saved == pytest.approx((SHAPE.layers / 2 - 1) * (MLP + HEADS) * 2)
+    assert tied.sharable_parameters(2, 2) == SHAPE.layers * (MLP + HEADS)
+
+
 def test_steps_fetch_what_engines_share() -> None:
     narrow, wide = (cost_model(SHAPE, H200, 4, 2, widest) for widest in (2, 4))
-    fewer = 2 * SHAPE.hidden * SHAPE.head_dim * (SHAPE.heads + SHAPE.kv_heads) * SHAPE.layers
     rate = H200.fetch_bytes_per_second
     assert rate is not None
     more = narrow.fetch_seconds(DP) - wide.fetch_seconds(DP)
-    assert more == pytest.approx(fewer / 2 * 2 / rate), "half of attention's projections, too"
+    fewer = HEADS * SHAPE.layers + VOCABULARY
+    assert more == pytest.approx(fewer / 2 * 2 / rate), "attention, and the LM head, too"
     fp8 = read_shape("llama-3-70b-fp8")
-    assert fp8.sharable_parameters(2, 2) == 3 * fp8.hidden * fp8.intermediate * fp8.layers
+    mlps = 3 * fp8.hidden * fp8.intermediate * fp8.layers
+    assert fp8.sharable_parameters(2, 2) == mlps + fp8.hidden * fp8.vocab

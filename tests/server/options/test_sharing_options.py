@@ -108,7 +108,7 @@ def test_the_fewest_share_with_which_weights_fit() -> None:
 def test_weights_that_fit_nowhere_are_refused_with_their_size() -> None:
     line = (
         r"^--share-weights auto: m has 141 GB of weights; with --share-weights 2 "
-        r"each engine keeps 76 GB, and a GPU has room for 65 GB$"
+        r"each engine keeps 72 GB, and a GPU has room for 65 GB$"
     )
     with pytest.raises(UserError, match=line):
         chosen(80, 2)

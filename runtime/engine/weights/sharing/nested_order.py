@@ -25,6 +25,11 @@ def nested_shard(place: int, of: int) -> int:
     return sum((place >> bit & 1) << (bits - 1 - bit) for bit in range(bits))
 
 
+def rank_order(place: int, _of: int) -> int:
+    """Return the same in the order of ranks, which the vocabulary has."""
+    return place
+
+
 class Source(NamedTuple):
     """A member that keeps a part of what another member computes with."""
 

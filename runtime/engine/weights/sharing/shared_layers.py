@@ -1,14 +1,12 @@
 """The layers of a model of which each engine keeps a part, and gets the others from its peers.
 
-SiDP, section 4. What is shared are the gated MLPs (FFN), most of a dense model's weights, and
-attention's projections where engines keep whole KV heads (``shared_attention``). Loading
-fills only the engine's own part. The DP model and other layouts with fewer members than there are
-parts have whole weights (``whole_weights``): slots, or copies. Wider layouts view the engine's own
-part.
+SiDP, section 4. What is shared are the gated MLPs (FFN), most of a dense model's weights,
+attention's projections where engines keep whole KV heads (``shared_attention``), and the vocabulary
+where members have ranges of it that engines keep (``vocabulary_sharing``). Loading fills only the
+engine's own part. The DP model and other layouts with fewer members than there are parts have whole
+weights (``whole_weights``): slots, or copies. Wider layouts view the engine's own part.
 """
 
-import os
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,23 +20,30 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 from vllm.model_executor.utils import set_weight_attrs
 
 from shoal.policies.values.layouts import DP, Layout
-from shoal.runtime.clock import Clock
 from shoal.runtime.engine.weights.rules.fused import GroupedActivation
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.rules.unquantised import STOCK
-from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
 from shoal.runtime.engine.weights.sharing.filling import Filled, Part, rehearse
-from shoal.runtime.engine.weights.sharing.nested_order import Order, nested_shard, sources
+from shoal.runtime.engine.weights.sharing.kept_parts import KeptParts
+from shoal.runtime.engine.weights.sharing.nested_order import (
+    Order,
+    nested_shard,
+    rank_order,
+    sources,
+)
 from shoal.runtime.engine.weights.sharing.pages import Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
+from shoal.runtime.engine.weights.sharing.shared_vocabulary import SharedVocabulary
 from shoal.runtime.engine.weights.sharing.shared_weight import (
     ALIGNMENT,
     DOWN,
+    EMBEDDING,
     GATE_UP,
     OUTPUT,
     QKV,
@@ -56,10 +61,6 @@ from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots, stream
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
 _OF_MLPS = {GATE_UP: MergedColumnParallelLinear, DOWN: RowParallelLinear}
-PEER_SECONDS = 1800.0
-"""How long engines wait for each other's part of the weights: for the slowest disk."""
-POLL_SECONDS = 0.05
-"""Time between two looks for the part of a peer that is still loading."""
 
 
 class Heads(NamedTuple):
@@ -93,9 +94,12 @@ class SharedLayers:
         pages: Pages,
     ) -> None:
         self._engine, self._degree, self._place = engine, degree, engine % degree.parts
-        self._memory, self._slots = memory, slots
+        self._slots = slots
+        self.kept = KeptParts(engine, degree.parts, directory, memory)
         self.heads: Heads | None = None
         """What engines share of attention; None: each has all of it. To be set before layers."""
+        self.shares_vocabulary = False
+        """Whether engines share the embeddings and the LM head. To be set before layers, too."""
         self._weights: dict[str, SharedWeight] = {}
         """By the name of the layer in the model."""
         self._methods: dict[str, SlotMethod] = {}
@@ -106,17 +110,12 @@ class SharedLayers:
         self._mlps: dict[str, int] = {}
         """The number of each MLP's layer, by the MLP's name in the model."""
         self.whole = WholeWeights(pages)
-        self._kept: dict[int, torch.Tensor] = {}
-        """What engines keep, by their places among those that share: this engine's, then peers'."""
-        self.descriptors = Descriptors(directory, engine)
-        self._file = -1
-        self._is_found = False
-        """Whether the runner before this one has filled this engine's memory."""
+        self._vocabulary = SharedVocabulary(self._place, degree, pages, self.whole, self)
         stream_by(slots)
 
     # --- loading ----------------------------------------------------------------------------------
 
-    def method(self, layer: nn.Module, name: str, stock: Any) -> SlotLinear | SlotFp8 | None:
+    def method(self, layer: nn.Module, name: str, stock: Any) -> QuantizeMethodBase | None:
         """Return the method of a layer of the DP model; None if the layer is not shared.
 
         Args:
@@ -127,6 +126,8 @@ class SharedLayers:
         Raises:
             UnviewableWeights: weights that are quantised so cannot be shared.
         """
+        if self.shares_vocabulary and (of_tokens := self._vocabulary.method(layer, stock)):
+            return of_tokens
         owner, _, kind = name.rpartition(".")
         add, is_plain = partial(self.add, name), isinstance(stock, STOCK)
         method: SlotLinear | SlotFp8 | None = None
@@ -148,13 +149,21 @@ class SharedLayers:
             and layer.total_num_kv_heads == self.heads.kv_heads
         )
 
+    def number(self, name: str) -> int:
+        """Return the number of what is in a slot at a time, which may be a new one."""
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def keep(self, name: str, weight: SharedWeight) -> None:
+        """Keep a part of one more weight."""
+        self._weights[name] = weight
+
     def _number(self, name: str) -> int:
         """Return the number of a weight's layer: attention and an MLP of one module are one."""
         owner, _, kind = name.rpartition(".")
         block = owner.rpartition(".")[0] or owner
-        number = self._numbers.setdefault(block, len(self._numbers))
+        number = self.number(block)
         if any((known.layer, known.kind) == (number, kind) for known in self._weights.values()):
-            number = self._numbers.setdefault(owner, len(self._numbers))
+            number = self.number(owner)
         if kind in (GATE_UP, DOWN):
             self._mlps[owner] = number
         return number
@@ -201,11 +210,11 @@ class SharedLayers:
             order=order,
             sections=sections,
         )
-        self._weights[name] = weight
+        self.keep(name, weight)
         self.whole.add(name, weight)
 
         def load(_: Parameter, loaded: torch.Tensor, half: Any = None) -> None:
-            self._allocate()
+            self.allocate()
             weight.load(loaded, half)
 
         parameter = Parameter(weight.of_layer(self.whole.weight(name)), requires_grad=False)
@@ -222,15 +231,7 @@ class SharedLayers:
     @property
     def borrowed_bytes(self) -> int:
         """Bytes that count to this process and that other engines keep, or that count twice."""
-        peers = (kept for place, kept in self._kept.items() if place != self._place)
-        return self.whole.alias_bytes + sum(int(kept.numel()) for kept in peers)
-
-    def is_kept(self) -> bool:
-        """Return whether a peer has kept the part that this engine's former process loaded."""
-        file = self._ask(self._engine)
-        if file is not None:
-            os.close(file)
-        return file is not None
+        return self.whole.alias_bytes + self.kept.peer_bytes
 
     @property
     def resident_bytes(self) -> int:
@@ -240,26 +241,19 @@ class SharedLayers:
     def has(self, name: str) -> bool:
         """Return whether a tensor of the DP model is one of the shared weights, or of a piece."""
         layer, _, key = name.rpartition(".")
+        if self._vocabulary.has(layer, key):
+            return True
         return layer.partition(".pieces.")[0] in self._weights and key in ("weight", "own")
 
     def _member_part(self, weight: SharedWeight, whole: torch.Tensor, tp: int) -> torch.Tensor:
         """Return what this engine computes with in a layout, of a whole weight as it is stored."""
         return weight.within(whole, weight.order(self._place % tp, tp), tp)
 
-    def _allocate(self) -> None:
+    def allocate(self) -> None:
         """Find or make memory for this engine's part: all layers are known, none is loaded."""
-        if self._place in self._kept:
-            return
-        found = self._ask(self._engine)
-        if found is None:
-            self._file, memory = self._memory.create(self.size)
-        else:
-            # The runner before this one filled it, and peers have kept it.
-            self._file, memory = found, self._memory.open(found, self.size)
-            self._is_found = True
-        self._kept[self._place] = memory
-        for weight in self._weights.values():
-            weight.keep_in(memory, filled=found is not None)
+        if self.kept.allocate(self.size):
+            for weight in self._weights.values():
+                weight.keep_in(self.kept.own, filled=self.kept.is_found)
 
     def complete(self, model: nn.Module, *, dummy: bool) -> None:
         """Give this engine's part to its peers, and get theirs. The model's weights are loaded.
@@ -274,21 +268,22 @@ class SharedLayers:
             ValueError: what a peer keeps is not what it has taken the checksum of.
         """
         self._check(model)
-        self._allocate()
+        self.allocate()
         for name, weight in self._weights.items():
             if dummy:
                 weight.make_up(initialize_single_dummy_weight)
             if weight.missing or weight.kept is None:
                 raise UnviewableWeights(f"{name}: the checkpoint has not all of it")
+        for name, method in self._methods.items():
             self._layers[name] = model.get_submodule(name)
-            self._methods[name].keep(self._layers[name], weight, self.whole.weight(name))
-        if not self._is_found:
+            method.keep(self._layers[name], self._weights[name], self.whole.weight(name))
+        self._vocabulary.complete(model)
+        if not self.kept.is_found:
             with torch.inference_mode():
                 for weight in self._weights.values():
-                    weight.keep_checksum(self._kept[self._place])
-        self._memory.seal(self._file)
-        self.descriptors.hold(self._engine, self._file)
-        self._meet_peers()
+                    weight.keep_checksum(self.kept.own)
+        self.kept.hand_out()
+        self.kept.meet_peers(self._rehearse)
 
     def _check(self, model: nn.Module) -> None:
         mlps = {name: m for name, m in model.named_modules() if name in self._mlps}
@@ -301,26 +296,10 @@ class SharedLayers:
             if any(layer is not None and layer.bias is not None for layer in layers):
                 raise UnviewableWeights(f"{name}: MLPs with biases cannot be shared")
 
-    def _meet_peers(self, clock: Clock = time.monotonic) -> None:
-        """Map what the peers keep; waits for those that are loading."""
-        deadline = clock() + PEER_SECONDS
-        first = self._engine - self._place
-        for place in set(range(self._degree.parts)) - {self._place}:
-            while (file := self._ask(first + place)) is None:
-                if clock() > deadline:
-                    raise TimeoutError(f"nobody has the weights that engine {first + place} keeps")
-                time.sleep(POLL_SECONDS)
-            memory = self._kept[place] = self._memory.open(file, self.size)
-            self.descriptors.hold(first + place, file)
-            parts = [(n, w.bytes_in(memory), w) for n, w in self._weights.items()]
-            rehearse([Part(n, kept, kept, None, w.checksum_in(memory)) for n, kept, w in parts])
-
-    def _ask(self, engine: int) -> int | None:
-        """Return a descriptor of what an engine keeps, from any other engine that has one."""
-        first = self._engine - self._place
-        others = set(range(first, first + self._degree.parts)) - {self._engine}
-        asked = (self.descriptors.ask(o, engine) for o in sorted(others, key=lambda o: o != engine))
-        return next((file for file in asked if file is not None), None)
+    def _rehearse(self, memory: torch.Tensor) -> None:
+        """Hold what a peer keeps against its checksums (``filling.rehearse``)."""
+        parts = [(n, w.bytes_in(memory), w) for n, w in self._weights.items()]
+        rehearse([Part(n, kept, kept, None, w.checksum_in(memory)) for n, kept, w in parts])
 
     # --- layouts ----------------------------------------------------------------------------------
 
@@ -341,6 +320,8 @@ class SharedLayers:
             weight, layer = self._weights[full.name], self._layers[full.name]
             stored, parts = self._of_member(full.name, shard.of)
             kept, order = self._methods[full.name].part(layer, weight, stored, parts), weight.order
+        elif (rows := self._vocabulary.part(full.name, shard.of, self.kept.own)) is not None:
+            kept, order = rows, rank_order
         else:
             return full, shard
         within = self._within(shard.of, order)
@@ -381,7 +362,7 @@ class SharedLayers:
         Returns:
             Copies, in any thread, and says how; steps that stream take part (``Filling.finish``).
         """
-        filling = self.whole.fill(self._kept, lent)
+        filling = self.whole.fill(self.kept.by_place, lent)
         if filling is None:
             return partial(Filled, 0, 0, 0.0, 0.0)
         self._slots.keep(filling)
@@ -414,6 +395,7 @@ class SharedLayers:
                 method.stream(
                     model.get_submodule(name), layer, weight, *self._of_member(name, layout.tp)
                 )
+        self._vocabulary.stream_in(model, layout, self.kept.by_place)
         waits = {weight.layer for weight in self._weights.values() if weight.kind == QKV}
         for name, number in self._mlps.items():
             if number not in waits:  # else its attention has waited (``SlotQkv``)
@@ -421,11 +403,12 @@ class SharedLayers:
                 mlp.forward = _streamed(mlp.forward, layout.tp, number)
 
     def _copies(self, layout: Layout) -> dict[int, list[Copy]]:
-        """Return how each layer gets into its slot: attention first, and MLPs with one order."""
+        """Return how each layer gets into its slot, and pieces of the LM head: attention first."""
         copies: dict[int, list[Copy]] = {number: [] for number in self._numbers.values()}
         by_order: dict[Order, list[str]] = {}
         for name, weight in self._weights.items():
-            by_order.setdefault(weight.order, []).append(name)
+            if weight.kind != EMBEDDING:  # its rows are read where they are kept
+                by_order.setdefault(weight.order, []).append(name)
         for order, names in by_order.items():
             for source in sources(self._place, self._degree.parts, layout.tp, order):
                 is_own = source.place == self._place
@@ -433,9 +416,8 @@ class SharedLayers:
                     continue  # its layers use it where it is kept (``SlotLinear``)
                 for name in names:
                     weight = self._weights[name]
-                    slot = self._member_part(weight, self.whole.slot(name), layout.tp)
-                    target = weight.within(slot, source.part, self._degree.parts // layout.tp)
-                    kept = weight.part_in(self._kept[source.place])
+                    target = self.whole.slot(name, order(source.place, self._degree.parts))
+                    kept = weight.part_in(self.kept.by_place[source.place])
                     copies[weight.layer].append(Copy(target, kept, is_own))
         return copies
 

@@ -13,12 +13,15 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """vLLM's names of the layers of MLPs whose weights are shared."""
 QKV, OUTPUT = "qkv_proj", "o_proj"
 """The same for attention."""
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+"""The same for the vocabulary: a part has the rows of some tokens."""
 _BY_INPUTS = (DOWN, OUTPUT)
+_OF_TOKENS = (EMBEDDING, HEAD)
 _NAMES = {"q": 0, "k": 1, "v": 2}
 """What vLLM calls the three parts of ``QKV``."""
 ALIGNMENT = 256
 """Each weight begins at a multiple of so many bytes, as kernels like it."""
-_WORD, _CHUNK = 8, 4096
+WORD, _CHUNK = 8, 4096
 """Bytes of what a checksum adds up, and of what has a place in it."""
 
 
@@ -33,11 +36,11 @@ class Degree(NamedTuple):
 
 @dataclass
 class SharedWeight:
-    """One weight of an MLP or of attention, of which this engine keeps a part.
+    """One weight of which this engine keeps a part: of an MLP, of attention or of the vocabulary.
 
     Attributes:
         layer: number of the layer in the model, that is of what is in a slot at a time.
-        kind: ``GATE_UP``, ``DOWN``, ``QKV`` or ``OUTPUT``.
+        kind: ``GATE_UP``, ``DOWN``, ``QKV``, ``OUTPUT``, ``EMBEDDING`` or ``HEAD``.
         shape: of the whole weight, ``[outputs, inputs]``.
         degree: how it is divided.
         own: which part this engine keeps (``nested_order``).
@@ -47,6 +50,8 @@ class SharedWeight:
         order: which part each engine keeps.
         sections: outputs of each matrix of the whole weight: of gate and up, or of queries, keys
             and values. Empty: the kind says all.
+        checksum_at: where the part's checksum is in the engine's memory, in bytes; None: behind
+            the part.
     """
 
     layer: int
@@ -59,6 +64,7 @@ class SharedWeight:
     packed: bool = False
     order: Order = nested_shard
     sections: tuple[int, ...] = ()
+    checksum_at: int | None = None
     kept: torch.Tensor | None = None
     """This engine's part as it is stored, once there is memory for it."""
     was_filled: bool = False
@@ -114,12 +120,14 @@ class SharedWeight:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the part and of its checksum, which an engine keeps behind it."""
-        return self._checksum_begin + _WORD
+        """Bytes from the beginning of the part to the end of its checksum, which is behind it."""
+        return self._checksum_begin + WORD
 
     @property
     def _checksum_begin(self) -> int:
-        return -(-self.part_bytes // _WORD) * _WORD
+        if self.checksum_at is not None:
+            return self.checksum_at - self.begin
+        return -(-self.part_bytes // WORD) * WORD
 
     def bytes_in(self, memory: torch.Tensor) -> torch.Tensor:
         """Return an engine's part, uint8, as a view of that engine's memory, uint8."""
@@ -128,7 +136,7 @@ class SharedWeight:
     def checksum_in(self, memory: torch.Tensor) -> torch.Tensor:
         """Return the checksum of an engine's part, int64, as a view of its memory, uint8."""
         begin = self.begin + self._checksum_begin
-        return memory[begin : begin + _WORD].view(torch.int64)[0]
+        return memory[begin : begin + WORD].view(torch.int64)[0]
 
     def keep_checksum(self, memory: torch.Tensor) -> None:
         """Write the checksum of this engine's part, which is complete, to its memory, uint8."""
@@ -151,7 +159,7 @@ class SharedWeight:
     def _targets(self) -> list[torch.Tensor]:
         """Return where the tensors of the checkpoint come to lie, as views of what is kept."""
         assert self.kept is not None, "there is no memory for it yet"
-        if self.is_by_inputs:
+        if self.is_by_inputs or self.kind in _OF_TOKENS:
             return [self.kept]
         if self.kind == QKV:
             return list(self.kept.split([size // self.degree.parts for size in self.sections]))
@@ -178,6 +186,20 @@ class SharedWeight:
             own = self.within(some, self.own, self.degree.parts)
             self._take(each, targets[each], own.reshape(targets[each].shape))
 
+    def load_rows(self, loaded: torch.Tensor, first: int) -> None:
+        """Take adjacent rows of a tensor of the checkpoint; where it has none, there are zeros.
+
+        Args:
+            loaded: what the checkpoint has, a row for each token.
+            first: which row is the first of what this engine keeps.
+        """
+        (target,) = self._targets()
+        if self.missing:  # see ``_take``
+            rows = loaded[first : first + len(target)]
+            target[: len(rows)].copy_(rows)
+            target[len(rows) :].zero_()
+            self.missing = set()
+
     def make_up(self, fill: Callable[[torch.Tensor], None]) -> None:
         """Fill what is missing with made-up values."""
         if self.missing and self.kept is not None:
@@ -202,7 +224,7 @@ def checksum(part: torch.Tensor) -> torch.Tensor:
         part: uint8; it begins at a multiple of a word.
     """
     chunk = math.gcd(part.numel(), _CHUNK)
-    words = part.view(torch.int64) if chunk % _WORD == 0 else part
+    words = part.view(torch.int64) if chunk % WORD == 0 else part
     sums = words.view(-1, chunk // words.element_size()).sum(1, dtype=torch.int64)
     places = torch.arange(1, 2 * sums.numel(), 2, device=part.device)
     return (sums * places).sum()

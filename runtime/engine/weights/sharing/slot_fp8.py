@@ -31,7 +31,7 @@ from shoal.runtime.engine.kernels.fp8_methods import (
 from shoal.runtime.engine.weights.rules import fp8
 from shoal.runtime.engine.weights.rules.shards import Axes, UnviewableWeights, named
 from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, SharedWeight
-from shoal.runtime.engine.weights.sharing.slot_methods import Add, PartRange
+from shoal.runtime.engine.weights.sharing.slot_methods import Add, PartRange, register_slot
 
 _LOADED = (Fp8LinearMethod, CompressedTensorsW8A8Fp8)
 """vLLM's methods and schemes of checkpoints in FP8. Those that quantise what they load need whole
@@ -118,7 +118,7 @@ class SlotFp8(SplitFp8):
         self._weight, parameter = self._add(shape, dtype, packed=True)
         with named(self.name):
             self._check_units(shape)
-        layer.register_parameter("weight", parameter)
+        register_slot(layer, parameter)
         layer.shoal_grouped = True
 
     def _check_units(self, shape: tuple[int, ...]) -> None:
@@ -130,16 +130,21 @@ class SlotFp8(SplitFp8):
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Let vLLM process what is loaded. Of the weight itself, it changes this engine's part.
 
+        For the rest it finds a stand-in, which it may read: there need be no memory for a slot's
+        own part.
+
         Raises:
             UnviewableWeights: vLLM has put the weight elsewhere.
         """
-        slot = layer.weight.data_ptr()
+        slot = layer.weight.data
+        layer.weight.data = stand_in = torch.empty_like(slot)
         self._take_one_scale(layer)
         self.method.process_weights_after_loading(layer)
         with named(self.name):
             fp8.axes(layer)  # refuses kernels that change the weight's form
-            if layer.weight.data_ptr() != slot:
+            if layer.weight.data_ptr() != stand_in.data_ptr():
                 raise UnviewableWeights(f"{type(_kernel(layer)).__name__} repacks FP8 weights")
+        layer.weight.data = slot.as_strided(layer.weight.shape, layer.weight.stride())
 
     def _take_one_scale(self, layer: nn.Module) -> None:
         """Give gate and up, which were quantised each with a scale of its own, the larger one.

@@ -69,6 +69,16 @@ Add = Callable[..., tuple[SharedWeight, Parameter]]
 """``SharedLayers.add`` for one layer."""
 
 
+def register_slot(layer: nn.Module, slot: Parameter) -> None:
+    """Let a slot be a layer's weight, which vLLM's loader of made-up weights leaves out.
+
+    It writes to everything but buffers that no checkpoint has. The slot is not the engine's own
+    part, and may have no memory for it (``WholeWeights.weight``).
+    """
+    layer.register_parameter("weight", slot)
+    layer._non_persistent_buffers_set.add("weight")
+
+
 class SlotLinear(PlainLinear):
     """``SlotMethod`` of weights that are not quantised.
 
@@ -94,7 +104,7 @@ class SlotLinear(PlainLinear):
         sections = tuple(output_partition_sizes)
         shape = (sum(sections), input_size_per_partition)
         made = self._add(shape, params_dtype, sections=sections)
-        layer.register_parameter("weight", made[1])
+        register_slot(layer, made[1])
         layer.shoal_grouped = True
 
     def apply(

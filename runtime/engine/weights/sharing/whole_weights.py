@@ -6,7 +6,6 @@ it. The addresses stay the same, so models need not know of a change.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,17 +20,19 @@ class _Place(NamedTuple):
     """The addresses of one weight, and its slot. Both are uint8, and fill whole pages."""
 
     at: torch.Tensor
+    """Of the whole weight. Nothing is ever behind those outside of ``moving``."""
     slot: torch.Tensor
+    """Memory of as many bytes as ``moving``."""
     moving: slice
-    """The part behind which a copy can be, in whole pages."""
+    """The part behind which a slot or a copy can be, in whole pages."""
 
 
 class WholeWeights:
     """The whole weights of one engine's shared layers.
 
-    DP computes with the engine's own part where it is kept. So if two engines share weights, only
-    the other one's part is copied. Among more engines there are TP layouts that need this engine's
-    part beside others, so the whole weight is.
+    DP computes with the engine's own part where it is kept. So if two engines share weights, slots
+    and copies have the other one's part only. Among more engines there are TP layouts that need
+    this engine's part beside others, so they have the whole weight.
 
     Args:
         pages: makes the slots, and exchanges what is behind addresses.
@@ -61,31 +62,31 @@ class WholeWeights:
         if weight.degree.parts == 2:
             begin = (1 - weight.own) * weight.part_bytes // page * page
             end = -(-(2 - weight.own) * weight.part_bytes // page) * page
-        edges = sorted({0, begin, end, size})
-        slot = self._slot(weight, [after - before for before, after in pairwise(edges)])
+        at, slot = self._pages.reserve(size), self._slot(weight, end - begin)
         self._weights[name] = weight
-        place = self._places[name] = _Place(self._pages.reserve(size), slot, slice(begin, end))
-        parts = (slice(*part) for part in pairwise(edges))
-        self._pages.put([Exchange(place.at[part], slot[part]) for part in parts])
+        place = self._places[name] = _Place(at, slot, slice(begin, end))
+        self._pages.put([Exchange(place.at[place.moving], place.slot)])
 
-    def _slot(self, weight: SharedWeight, pieces: Sequence[int]) -> torch.Tensor:
+    def _slot(self, weight: SharedWeight, size: int) -> torch.Tensor:
         key = (weight.kind, weight.layer % SLOTS, weight.whole_bytes)
         if key not in self._slots:
             # Written, so that its pages count as used before the rest is given to KV.
-            self._slots[key] = self._pages.create(pieces).zero_()
+            self._slots[key] = self._pages.create([size]).zero_()
         return self._slots[key]
 
-    def slot(self, name: str) -> torch.Tensor:
-        """Return a weight as it is stored, in its slot: ``[rows, columns]``."""
-        return self._stored(name, self._places[name].slot)
+    def slot(self, name: str, part: int) -> torch.Tensor:
+        """Return one part of a weight as it is stored, in its slot: ``[rows, columns]``."""
+        weight, place = self._weights[name], self._places[name]
+        begin = part * weight.part_bytes - place.moving.start
+        return weight.stored(place.slot[begin : begin + weight.part_bytes])
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight as it is stored, where models find it: ``[rows, columns]``."""
-        return self._stored(name, self._places[name].at)
+        """Return a weight as it is stored, where models find it: ``[rows, columns]``.
 
-    def _stored(self, name: str, memory: torch.Tensor) -> torch.Tensor:
+        If two engines share weights, this engine's own part of it must not be touched.
+        """
         weight = self._weights[name]
-        return weight.stored(memory[: weight.whole_bytes])
+        return weight.stored(self._places[name].at[: weight.whole_bytes])
 
     # --- bytes --------------------------------------------------------------------------------
 
@@ -97,12 +98,12 @@ class WholeWeights:
     @property
     def moving_bytes(self) -> list[int]:
         """Bytes of memory that each weight needs for its copy, in whole pages."""
-        return [place.moving.stop - place.moving.start for place in self._places.values()]
+        return [place.slot.nbytes for place in self._places.values()]
 
     @property
     def alias_bytes(self) -> int:
         """Bytes of addresses whose memory is a slot's, and counts to this process once more."""
-        return sum(place.at.nbytes for place in self._places.values())
+        return sum(self.moving_bytes)
 
     @property
     def resident_bytes(self) -> int:
@@ -147,7 +148,7 @@ class WholeWeights:
                     name=name,
                     target=memory[begin - first : end - first],
                     source=weight.bytes_in(kept[holder]),
-                    slot=None if holder == own else place.slot[begin:end],
+                    slot=None if holder == own else place.slot[begin - first : end - first],
                     checksum=weight.checksum_in(kept[holder]),
                 )
                 layers.setdefault(weight.layer, []).append(part)
@@ -174,6 +175,6 @@ class WholeWeights:
             for memory in lent:
                 memory.zero_()  # attention multiplies what it masks, too: nothing may be NaN
         places = self._places.values()
-        moving = [Exchange(p.at[p.moving], p.slot[p.moving]) for p in places]
+        moving = [Exchange(p.at[p.moving], p.slot) for p in places]
         self._pages.put(moving)  # and waits for the zeros
         self.are_whole = False

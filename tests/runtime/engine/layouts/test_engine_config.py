@@ -11,7 +11,7 @@ from vllm.config import CUDAGraphMode
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.engine.layouts import engine_config as module
-from shoal.runtime.engine.layouts.engine_config import engine_config
+from shoal.runtime.engine.layouts.engine_config import engine_config, shares_vocabulary
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.weights.sharing.slots import (
     OPERATOR,
@@ -52,6 +52,24 @@ def test_layouts_that_stream_weights_have_no_graphs_and_split_where_they_wait(
     found = made.cudagraph_mode, made.cudagraph_capture_sizes, made.max_cudagraph_capture_size
     assert found == (GRAPHS if captures else (CUDAGraphMode.NONE, [], 0))
     assert made.splitting_ops == ["vllm::attention", *([] if captures else [OPERATOR])]
+
+
+@pytest.mark.parametrize(
+    ("share", "changed", "shared"),
+    [
+        *[(1, {}, False), (2, {}, False), (4, {}, True)],
+        *[(4, {"tie_word_embeddings": True}, False), (4, {"head_dtype": "bfloat16"}, False)],
+    ],
+)
+def test_the_vocabulary_is_shared_unless_a_member_would_lack_some_of_it(
+    llama: object, share: int, changed: dict[str, Any], shared: bool
+) -> None:
+    configs = configs_of(str(llama), 4)
+    node = NodeConfig(4, 4, "manual", "unused", configs, share_weights=share)
+    config = take(configs, DP)
+    for key, value in changed.items():
+        setattr(config.model_config.hf_text_config, key, value)
+    assert shares_vocabulary(node, config) == shared
 
 
 LAYERS = 4

@@ -15,6 +15,10 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.groups.head_order import head_shard
@@ -44,6 +48,10 @@ class Sizes(NamedTuple):
 PLAIN, LAYERS, ENGINES = Sizes(96, 32), 3, 4
 """A half of ``gate_up_proj`` is three pages in fp32, and one of ``down_proj`` a page and a half."""
 HEADS, KV_HEADS, HEAD_SIZE = 8, 4, 8
+TOKENS = 250
+"""Of the vocabulary, which vLLM pads to 256."""
+EDGES = torch.tensor([0, 63, 64, 127, 128, TOKENS - 1])
+"""Tokens that are the first or the last one of a part."""
 BY_HEADS = Heads(KV_HEADS, partial(head_shard, max_sp=2))
 
 
@@ -144,6 +152,52 @@ class Decoder(Model):
         return [part for block in self.blocks for part in (block.attn, block.mlp)]
 
 
+class Embedding(nn.Module):
+    """Embeddings as vLLM's models make them: without their name."""
+
+    def __init__(self, quant: SharedWeights, hidden: int) -> None:
+        super().__init__()
+        self.tokens = VocabParallelEmbedding(
+            TOKENS, hidden, quant_config=quant, reduce_results=False
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x[:, 0].mul(1e6).long() % TOKENS
+        embedded: torch.Tensor = self.tokens(torch.cat([tokens, EDGES]))
+        return embedded
+
+
+class Head(nn.Module):
+    """An LM head. A member has zeros where the logits are others'."""
+
+    def __init__(self, quant: SharedWeights, name: str, hidden: int) -> None:
+        super().__init__()
+        self.lm_head = ParallelLMHead(
+            TOKENS, hidden, bias=True, quant_config=quant, prefix=f"{name}.lm_head"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        head = self.lm_head
+        logits = head.quant_method.apply(head, x, bias=head.bias)
+        before = head.tp_rank * logits.shape[1]
+        after = head.num_embeddings_padded - before - logits.shape[1]
+        return nn.functional.pad(logits, (before, after))
+
+
+class Language(Decoder):
+    """Has a vocabulary, too."""
+
+    def __init__(self, quant: SharedWeights, *, sizes: Sizes) -> None:
+        super().__init__(quant, sizes=sizes)
+        self.embedding = Embedding(quant, sizes.hidden)
+        self.head = Head(quant, "head", sizes.hidden)
+
+    @property
+    def steps(self) -> list[nn.Module]:
+        """What a step computes, in its order."""
+        return [self.embedding, *super().steps, self.head]
+
+
 def load(model: Model) -> None:
     """Load weights that are not quantised."""
     draw = torch.Generator().manual_seed(5)
@@ -169,6 +223,16 @@ def load_decoder(model: Any) -> None:
         output.weight.weight_loader(output.weight, columns)
 
 
+def load_language(model: Any) -> None:
+    """Load weights of a ``Language``."""
+    load_decoder(model)
+    draw = torch.Generator().manual_seed(9)
+    embedding, head = model.embedding.tokens.weight, model.head.lm_head
+    for parameter, shape in ((embedding, (PLAIN.hidden,)), (head.weight, (PLAIN.hidden,))):
+        parameter.weight_loader(parameter, torch.randn(TOKENS, *shape, generator=draw))
+    head.bias.weight_loader(head.bias, torch.randn(TOKENS, generator=draw))
+
+
 class Weights(NamedTuple):
     """What weights engines have."""
 
@@ -180,6 +244,8 @@ class Weights(NamedTuple):
     model: Callable[..., Model] = Model
     heads: Heads | None = None
     """What engines share of attention."""
+    vocabulary: bool = False
+    """Whether they share the embeddings and the LM head."""
 
     def config(self, *, views: bool) -> SharedWeights:
         """Return the configuration of a layout."""
@@ -208,6 +274,7 @@ class Weights(NamedTuple):
 
 UNQUANTISED = Weights(PLAIN, load)
 DECODER = Weights(PLAIN, load_decoder, model=Decoder, heads=BY_HEADS)
+LANGUAGE = Weights(PLAIN, load_language, model=Language, heads=BY_HEADS, vocabulary=True)
 
 
 Parts = tuple[ShardMemory, Copier, Pages]
@@ -247,6 +314,7 @@ class SharingEngine:
             number, Degree(share, groups), directory, memory, self.slots, self.pages
         )
         self.mlps.heads = weights.heads
+        self.mlps.shares_vocabulary = weights.vocabulary
         quant = weights.config(views=False)
         quant.shared = self.mlps.method
         with tensor_parallel(0, 1):
@@ -304,4 +372,4 @@ def node(
 def close_all() -> None:
     """Close what the engines of a test have open."""
     while SharingEngine.made:
-        SharingEngine.made.pop().mlps.descriptors.close()
+        SharingEngine.made.pop().mlps.kept.descriptors.close()

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.load import LoadConfig
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
@@ -47,6 +49,8 @@ HIDDEN, INNER = PLAIN
 CHECKSUMS = 2 * LAYERS * 256
 """Bytes by which what an engine keeps is larger for its checksums."""
 PAGE = HostPages.page
+SLOTS = {2: 2 * (3 + 2) * PAGE, 4: 2 * (6 + 3) * PAGE}
+"""Bytes of both slots, by how many engines share weights: two need no room for their own part."""
 LONG_SECONDS = 60.0
 
 
@@ -104,15 +108,23 @@ def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_an_engine_keeps_a_part_and_two_slots(tmp_path: Path, share: int) -> None:
     engine = node(tmp_path, share)[1]
     layer = 3 * HIDDEN * INNER * 4
-    assert engine.store.resident_bytes == LAYERS * layer // share + 2 * layer + CHECKSUMS
+    assert engine.store.resident_bytes == LAYERS * layer // share + SLOTS[share] + CHECKSUMS
     copied = [copy.source for of in engine.slots.copies[1].values() for copy in of]
     assert sum(source.nbytes for source in copied) == LAYERS * layer * (share - 1) // share
     # The addresses of each layer, behind which slots are, count as well.
     peers = (share - 1) * (LAYERS * layer // share + CHECKSUMS)
-    assert engine.mlps.borrowed_bytes == peers + LAYERS * layer
-    memory = engine.mlps._kept[engine.number % share].untyped_storage().data_ptr()
+    assert engine.mlps.borrowed_bytes == peers + LAYERS * SLOTS[share] // 2
+    memory = engine.mlps.kept.own.untyped_storage().data_ptr()
     storages = {p.untyped_storage().data_ptr() for p in engine.member(4).parameters()}
     assert storages == {memory}, "a wider layout has nothing of its own"
+
+
+def test_made_up_weights_leave_slots_as_they_are(tmp_path: Path) -> None:
+    engine = SharingEngine(tmp_path, 0, 4)
+    DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(engine.dp, None)
+    slots = [p for name, p in engine.dp.named_parameters() if engine.mlps.has(name)]
+    assert len(slots) == 2 * LAYERS
+    assert not any(slot.any() for slot in slots)
 
 
 def test_an_engine_with_whole_weights_streams_nothing(
@@ -120,7 +132,7 @@ def test_an_engine_with_whole_weights_streams_nothing(
 ) -> None:
     engine, *_ = node(tmp_path, 2)
     layer = 3 * HIDDEN * INNER * 4
-    shared = LAYERS * layer // 2 + 2 * layer + CHECKSUMS
+    shared = LAYERS * layer // 2 + SLOTS[2] + CHECKSUMS
     assert engine.store.resident_bytes == shared
     copy = engine.mlps.fill_whole(engine.lent)
     copy()
@@ -267,12 +279,12 @@ def test_only_the_other_engines_part_is_copied_where_dp_is_all_that_streams(
 def test_a_part_comes_back_from_peers_without_being_loaded(
     tmp_path: Path, stock: list[torch.Tensor]
 ) -> None:
-    assert not SharingEngine(tmp_path, 1, 2).mlps.is_kept()
+    assert not SharingEngine(tmp_path, 1, 2).mlps.kept.is_kept()
     engines = node(tmp_path, 2)
     again = SharingEngine(tmp_path, 1, 2)
-    assert again.mlps.is_kept()
+    assert again.mlps.kept.is_kept()
     again.complete()
-    files = [os.fstat(engine.mlps._file).st_ino for engine in (engines[1], again)]
+    files = [os.fstat(engine.mlps.kept.file).st_ino for engine in (engines[1], again)]
     assert files[0] == files[1]
     assert all(map(is_close, again.outputs(1), stock))
     for engine in (engines[0], again):
@@ -303,9 +315,10 @@ def test_attention_in_a_slot_that_is_not_filled_changes_what_is_computed(tmp_pat
 
 def test_an_engine_has_a_part_of_attention_and_two_slots(tmp_path: Path) -> None:
     engine = node(tmp_path, 2, weights=DECODER)[1]
-    rows = 3 * INNER + (2 * HEADS + 2 * KV_HEADS) * HEAD_SIZE
-    layer, biases = rows * HIDDEN * 4, LAYERS * (HEADS + 2 * KV_HEADS) * HEAD_SIZE * 4
-    kept = LAYERS * layer // 2 + 2 * layer + 2 * CHECKSUMS
+    rows = [2 * INNER, INNER, (HEADS + 2 * KV_HEADS) * HEAD_SIZE, HEADS * HEAD_SIZE]
+    layer, biases = sum(rows) * HIDDEN * 4, LAYERS * (HEADS + 2 * KV_HEADS) * HEAD_SIZE * 4
+    slots = 2 * sum(-(-count * HIDDEN * 2 // PAGE) * PAGE for count in rows)
+    kept = LAYERS * layer // 2 + slots + 2 * CHECKSUMS
     assert engine.store.resident_bytes == kept + biases
 
 

@@ -20,6 +20,7 @@ from shoal.runtime.engine.kernels import fp8_methods
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.sharing import shared_layers
 from shoal.runtime.engine.weights.sharing.filling import Filling
+from shoal.runtime.engine.weights.sharing.pages import HostPages
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import view_weights
 from tests.runtime.engine.fp8_formats import (
@@ -334,7 +335,9 @@ def test_scales_count_as_the_engines_own_and_pieces_do_not(tmp_path: Path) -> No
     engine, *_ = node(tmp_path, 2, weights=weights("compressed-tensors per channel"))
     layer, scales = 3 * SIZES.hidden * SIZES.inner, 4 * (2 * SIZES.inner + SIZES.hidden)
     layers = len(engine.dp.mlps)
-    kept, slots = layers * (layer // 2 + 2 * 256), 2 * layer
+    sides = (2 * SIZES.inner * SIZES.hidden, SIZES.inner * SIZES.hidden)
+    slots = 2 * sum(-(-side // 2 // HostPages.page) * HostPages.page for side in sides)
+    kept = layers * (layer // 2 + 2 * 256)
     assert engine.store.resident_bytes == kept + slots + layers * scales
 
 
