@@ -150,6 +150,11 @@ class Room:
         if request.prefix:
             self.prefixes.add(request.prefix)
 
+    def join(self, request: PoolRequest) -> None:
+        """Note a request that comes here with its KV, and has no prompt to compute."""
+        self.taken += 1
+        self.context += request.prompt_tokens
+
     def new_tokens(self, request: PoolRequest) -> int:
         """Return how many tokens of its prompt the request would have to compute here."""
         if not request.cached:

@@ -62,6 +62,7 @@ class Capacity:
         self.costs = StepCosts(config, books)
         self._forms_groups = True
         self._lengths = Lengths()
+        self.latest: Snapshot | None = None
         self._states: dict[Unit, tuple[Uncounted, UnitState]] = {}
         """The latest state of every unit, with the uncounted requests that it was computed from."""
 
@@ -96,7 +97,7 @@ class Capacity:
         self._prefixes.fit()
         engines, pool, units = self._engines, self._pool.head(POOL_HEAD), self._unit_states(busy)
         demand.see(now, self._people(units), most_urgent(pool, units))
-        return Snapshot(
+        self.latest = Snapshot(
             now=now,
             **news._asdict(),
             engines=self._config.engines,
@@ -128,6 +129,7 @@ class Capacity:
             tiers=self._tiers,
             step_tokens=self.step_tokens,
         )
+        return self.latest
 
     @property
     def _moves(self) -> tuple[Move, ...]:
@@ -223,7 +225,7 @@ class Capacity:
     def _unit_states(self, busy: Collection[int]) -> tuple[UnitState, ...]:
         paused = self._requests.paused
         return tuple(
-            self._unit(
+            self.unit_state(
                 group,
                 serving=self._engines.takes(group)
                 and not any(engine in busy for engine in group.engines),
@@ -232,7 +234,7 @@ class Capacity:
             for group in self._units.partition
         )
 
-    def _unit(self, group: Unit, *, serving: bool, paused: int) -> UnitState:
+    def unit_state(self, group: Unit, *, serving: bool, paused: int) -> UnitState:
         """Return a unit's state. If nothing has changed, this is the object of the last call."""
         core = self._requests.core(group)
         serving, blocks = serving and core.load is not None, self._startable_blocks(core)

@@ -1,9 +1,12 @@
 """Which unit each request is carried to."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
+from shoal.policies.unit_costs import UnitCosts
 from shoal.policies.values.layouts import Unit
+from shoal.policies.values.plan import Room
 from shoal.policies.values.snapshot import NORMAL_PRIORITY
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
@@ -26,28 +29,54 @@ class Destinations:
         self._engines = books.engines
         self._apart = apart
         self._capacity = capacity
-        self._tokens = {unit: books.requests.core(unit).figures.prompt_tokens for unit in units}
+        self._cores = books.requests.core
+        self._rooms = {
+            unit: Room(capacity.unit_state(unit, serving=True, paused=0)) for unit in units
+        }
+        latest = capacity.latest
+        self._cost = None if latest is None else UnitCosts(latest)
 
     def divide(self, source: Unit, requests: Iterable[Request]) -> dict[Unit | None, list[Request]]:
         """Return the requests of a unit by the unit that each goes to; None: no unit can take it.
 
         Urgent requests go to the unit that they have to themselves, and others elsewhere, wherever
         that is possible. Units that share an engine with the source come first, because much of the
-        KV then stays on its device. Of these the one with the fewest tokens for each engine is
-        taken.
+        KV then stays on its device. Of these a request that has begun goes to the one with the
+        fewest tokens for each engine. One whose prompt still waits has nothing to take along, so it
+        goes where it costs least, as a new one does: short prompts then need not wait for all the
+        long ones.
         """
+        waiting = {request.id for request in self._cores(source).uncounted.requests}
         divided: defaultdict[Unit | None, list[Request]] = defaultdict(list)
-        for request in sorted(requests, key=lambda each: -each.seen.prompt_tokens):
-            unit = self._choose(source, request)
+        begun, new = list[Request](), list[Request]()
+        for request in requests:
+            (new if request.id in waiting and self._cost else begun).append(request)
+        for request in sorted(begun, key=lambda each: -each.seen.prompt_tokens):
+            unit = self._choose(source, request, self._tokens)
             divided[unit].append(request)
             if unit is not None:
-                self._tokens[unit] += request.seen.prompt_tokens
+                self._rooms[unit].join(request.seen)
+        for request in sorted(new, key=lambda each: each.seen.arrival):
+            unit = self._choose(source, request, partial(self._price, request))
+            divided[unit].append(request)
+            if unit is not None:
+                self._rooms[unit].take(request.seen)
         return divided
 
-    def _choose(self, source: Unit, request: Request) -> Unit | None:
+    def _tokens(self, unit: Unit) -> float:
+        room = self._rooms[unit]
+        return (room.unit.context_tokens + room.context) / unit.size
+
+    def _price(self, request: Request, unit: Unit) -> float:
+        assert self._cost is not None
+        return self._cost(request.seen, self._rooms[unit])
+
+    def _choose(
+        self, source: Unit, request: Request, rank: Callable[[Unit], float]
+    ) -> Unit | None:
         able = [
             unit
-            for unit in self._tokens
+            for unit in self._rooms
             if unit != source
             and self._engines.takes(unit)
             and self._capacity.can_hold(unit, request.seen)
@@ -55,9 +84,7 @@ class Destinations:
         is_urgent = request.seen.priority < NORMAL_PRIORITY
         able = [unit for unit in able if (unit == self._apart) == is_urgent] or able
         near = [unit for unit in able if not set(unit.engines).isdisjoint(source.engines)]
-        return min(
-            near or able, key=lambda unit: (self._tokens[unit] / unit.size, unit), default=None
-        )
+        return min(near or able, key=lambda unit: (rank(unit), unit), default=None)
 
 
 def is_led_alike(source: Unit, destination: Unit) -> bool:
