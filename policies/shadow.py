@@ -86,10 +86,10 @@ class Terms(NamedTuple):
     rate: float = 0.0
     """Requests that usually come to it in a second."""
 
-    def prompts(self, tokens: int, context: float, pairs: float) -> float:
+    def prompts(self, tokens: int, context: float, pairs: float, decodes: int) -> float:
         """Return the seconds of a step with prompts."""
         pace = self.sp if tokens > self.above else self.tp
-        return pace.step(tokens, context, context + pairs)
+        return pace.step(tokens, context, context + pairs, decodes)
 
 
 @dataclass(slots=True)
@@ -256,7 +256,7 @@ class Queue:
             self.computed = 0
             done += 1
         self.queued -= tokens
-        self._step(1, terms.prompts(decodes + tokens, self.context, pairs))
+        self._step(1, terms.prompts(decodes + tokens, self.context, pairs, decodes))
         for job in self.waiting[:done]:
             if job.output > 1:
                 left = job.output - 1

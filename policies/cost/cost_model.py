@@ -119,7 +119,7 @@ class Hardware:
     attention_flops_per_second: float | None = None
     """Rate of attention's arithmetic; None: as that of linear layers."""
     request_seconds: float = 0.0
-    """What each request adds to a step that only decodes. In steps with prompts this is little."""
+    """What each request that decodes adds to a step."""
 
 
 def stage_seconds(layout: Layout, seconds: float, hop: float) -> float:
@@ -202,7 +202,7 @@ class CostModel:
         pace = self.pace(layout, batch.kind, mode)
         return pace.step(*self._work(batch)) * pace.yielded
 
-    def _work(self, batch: Batch) -> tuple[float, int, float]:
+    def _work(self, batch: Batch) -> tuple[float, int, float, int]:
         """Return the arguments of ``Pace.step`` for a step.
 
         The pace of decodes knows what each of them checks; that of prompts does not know which
@@ -211,7 +211,7 @@ class CostModel:
         more = 0.0 if batch.kind is StepKind.DECODE else self.speculation.drafts
         context = batch.context_tokens
         pairs = context * (1 + more) + batch.prefill_tokens * batch.prefill_context
-        return batch.tokens + batch.decodes * more, context, pairs
+        return batch.tokens + batch.decodes * more, context, pairs, batch.decodes
 
     def hop_seconds(self, layout: Layout, batch: Batch) -> float:
         """Return the time in which a step's hidden states go from one stage to the next.
@@ -320,6 +320,7 @@ class CostModel:
             fetch=self.fetch_seconds(layout, mode),
             overhead=hardware.overhead_seconds,
             request=hardware.request_seconds if decodes else 0.0,
+            beside=0.0 if decodes else hardware.request_seconds,
             yielded=self.speculation.yielded if decodes else 1.0,
             most=MAX_CORRECTION,
         )

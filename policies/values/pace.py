@@ -29,6 +29,8 @@ class Pace:
     overhead: float
     request: float = 0.0
     """What the host does for each token, in steps that only decode."""
+    beside: float = 0.0
+    """The same for each request that decodes, in steps with prompts."""
     experts: float = 0.0
     """To read all routed experts."""
     unread: float = 1.0
@@ -50,13 +52,14 @@ class Pace:
     most: float = 10.0
     """Largest factor by which the correction changes a step; its inverse is the smallest."""
 
-    def device(self, tokens: float, context: float, pairs: float) -> float:
+    def device(self, tokens: float, context: float, pairs: float, decodes: float = 0.0) -> float:
         """Return the uncorrected time of devices and links.
 
         Args:
             tokens: tokens that pass through the linear layers.
             context: tokens whose KV the decodes read.
             pairs: pairs of a token and one that it attends to.
+            decodes: requests that decode; they take time of the host only.
         """
         return max(self.fetch, self._computing(tokens, context, pairs))
 
@@ -74,26 +77,29 @@ class Pace:
             + self.moved * own
         )
 
-    def roofline(self, tokens: float, context: float, pairs: float) -> float:
+    def roofline(self, tokens: float, context: float, pairs: float, decodes: float = 0.0) -> float:
         """Return the uncorrected time of a step; the arguments are those of ``device``."""
         device = self.device(tokens, context, pairs)
-        host = self.overhead + self.request * tokens
+        host = self.overhead + self.request * tokens + self.beside * decodes
         return (device if device > self.host else self.host) + host
 
-    def computed(self, tokens: float, context: float, pairs: float) -> float:
+    def computed(self, tokens: float, context: float, pairs: float, decodes: float = 0.0) -> float:
         """Return the corrected time of a step that has all weights in its own memory."""
         device = self._computing(tokens, context, pairs)
-        host = self.overhead + self.request * tokens
+        host = self.overhead + self.request * tokens + self.beside * decodes
         roofline = (device if device > self.host else self.host) + host
         corrected = self.slope * roofline + self.offset
         return min(self.most * roofline, max(roofline / self.most, corrected))
 
-    def overlapped(self, tokens: float, context: float, pairs: float) -> float:
+    def overlapped(
+        self, tokens: float, context: float, pairs: float, decodes: float = 0.0
+    ) -> float:
         """Return the longer of the corrected computing and the uncorrected reading from others."""
-        computed = self.computed(tokens, context, pairs)
-        return max(computed, self.fetch + self.overhead + self.request * tokens)
+        computed = self.computed(tokens, context, pairs, decodes)
+        host = self.overhead + self.request * tokens + self.beside * decodes
+        return max(computed, self.fetch + host)
 
-    def step(self, tokens: float, context: float, pairs: float) -> float:
+    def step(self, tokens: float, context: float, pairs: float, decodes: float = 0.0) -> float:
         """Return the time of a step for each token that a decode gets of it.
 
         The arguments are those of ``device``. A look ahead asks for this thousands of times. So
@@ -111,13 +117,14 @@ class Pace:
                 + self.moved * own
             )
             host = self.host
-            roofline = (device if device > host else host) + (self.overhead + self.request * tokens)
+            rest = self.overhead + self.request * tokens + self.beside * decodes
+            roofline = (device if device > host else host) + rest
             corrected = self.slope * roofline + self.offset
             least, most = roofline / self.most, self.most * roofline
             corrected = corrected if corrected > least else least
             return (corrected if corrected < most else most) / self.yielded
         if not self.fetch:
-            return self.computed(tokens, context, pairs) / self.yielded
-        both = self.overlapped(tokens, context, pairs)
+            return self.computed(tokens, context, pairs, decodes) / self.yielded
+        both = self.overlapped(tokens, context, pairs, decodes)
         corrected = self.fetch_slope * both + self.fetch_offset
         return min(self.most * both, max(both / self.most, corrected)) / self.yielded

@@ -300,9 +300,8 @@ def step_times(
 ) -> StepTimes:
     """Return how long simulated steps take: the roofline, and what it leaves out of the host.
 
-    That is the time for each request that decodes beside a prompt. And a group's step in TP that is
-    too long for CUDA graphs waits for its host as one in SP does. The policies' cost model knows
-    neither, so that it has something to learn. If a fit has measured a node's steps, they take the
+    A group's step in TP that is too long for CUDA graphs waits for its host as one in SP does. The
+    policies' cost model does not know this, so that it has something to learn. If a fit has measured a node's steps, they take the
     time that it says instead.
 
     Args:
@@ -326,8 +325,7 @@ def step_times(
         roofline = model.roofline_seconds(layout, batch, mode)
         if layout.tp > 1 and batch.tokens > captured_tokens:
             roofline = max(roofline, host)
-        beside = batch.decodes if batch.prefill_tokens else 0
-        return roofline + beside * hardware.request_seconds
+        return roofline
 
     return seconds
 

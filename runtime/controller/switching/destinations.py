@@ -71,9 +71,7 @@ class Destinations:
         assert self._cost is not None
         return self._cost(request.seen, self._rooms[unit])
 
-    def _choose(
-        self, source: Unit, request: Request, rank: Callable[[Unit], float]
-    ) -> Unit | None:
+    def _choose(self, source: Unit, request: Request, rank: Callable[[Unit], float]) -> Unit | None:
         able = [
             unit
             for unit in self._rooms

@@ -631,3 +631,12 @@ def test_means_of_drafts_follow_the_latest_decodes() -> None:
     for _ in range(20):
         later = later.see(KEPT, 3 * KEPT, 3 * KEPT)
     assert later.accepted == pytest.approx(3, abs=0.01)
+
+
+def test_a_request_that_decodes_costs_the_host_as_much_beside_prompts() -> None:
+    """If it cost nothing there, what groups miss by their many decodes would be put on others."""
+    model = replace(MODEL, hardware=replace(HARDWARE, request_seconds=1e-3))
+    for prompt in (0, 100):
+        few, many = (Batch(decodes=n, prefill_tokens=prompt) for n in (1, 11))
+        more = [each.step_seconds(DP, many) - each.step_seconds(DP, few) for each in (model, MODEL)]
+        assert more[0] - more[1] == pytest.approx(10e-3)
