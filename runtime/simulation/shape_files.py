@@ -324,7 +324,8 @@ def step_times(
     def seconds(layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         roofline = model.roofline_seconds(layout, batch, mode)
         if layout.tp > 1 and batch.tokens > captured_tokens:
-            roofline = max(roofline, host)
+            beside = batch.decodes if batch.prefill_tokens else 0
+            roofline = max(roofline, host + beside * hardware.request_seconds)
         return roofline
 
     return seconds
