@@ -301,8 +301,8 @@ def step_times(
     """Return how long simulated steps take: the roofline, and what it leaves out of the host.
 
     A group's step in TP that is too long for CUDA graphs waits for its host as one in SP does. The
-    policies' cost model does not know this, so that it has something to learn. If a fit has measured a node's steps, they take the
-    time that it says instead.
+    policies' cost model does not know this, so that it has something to learn. If a fit has
+    measured a node's steps, they take the time that it says instead.
 
     Args:
         shape: the model.
