@@ -24,6 +24,7 @@ OTHERS = frozenset(
         "--max-instance-failover-reroute-attempts",  # production-stack
         "--without",  # shoal.grafana.verify
         "--cap-add",  # Docker
+        "--divide-weights",  # shoal.loadgen.bench.host_tier
     }
 )
 """Options of other programs that the pages name by themselves."""
