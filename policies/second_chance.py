@@ -81,18 +81,19 @@ class Chances:
         for layout, one in terms.items():
             doubt = 1 - math.exp(-max(0.0, now - last.get(layout, now)) / constant)
             found[layout] = one._replace(
-                decode=_hopeful(one.decode, known.decode, doubt, SHORT_STEP),
-                tp=_hopeful(one.tp, known.tp, doubt, STEP_WITH_PROMPTS),
-                sp=_hopeful(one.sp, known.sp, doubt, STEP_WITH_PROMPTS),
+                decode=_hopeful(one.decode, known.decode, doubt, SHORT_STEP, SHORT_STEP),
+                tp=_hopeful(one.tp, known.tp, doubt, STEP_WITH_PROMPTS, 0),
+                sp=_hopeful(one.sp, known.sp, doubt, STEP_WITH_PROMPTS, 0),
             )
         return found
 
 
-def _hopeful(pace: Pace, known: Pace, doubt: float, tokens: int) -> Pace:
+def _hopeful(pace: Pace, known: Pace, doubt: float, tokens: int, decodes: int) -> Pace:
     """Return a pace with a part of another one's correction, if it is the faster one then."""
     if not doubt:
         return pace
     slope = pace.slope + doubt * (known.slope - pace.slope)
     offset = pace.offset + doubt * (known.offset - pace.offset)
     hopeful = replace(pace, slope=slope, offset=offset)
-    return hopeful if hopeful.step(tokens, 0, 0) < pace.step(tokens, 0, 0) else pace
+    work = tokens, 0, 0, decodes
+    return hopeful if hopeful.step(*work) < pace.step(*work) else pace

@@ -194,7 +194,8 @@ class Queue:
 
     def _pace(self, terms: Terms) -> float:
         """Return the seconds of a step that decodes what is here, and at least one request."""
-        return terms.decode.step(max(1, len(self.running)), self.context, self.context)
+        count = max(1, len(self.running))
+        return terms.decode.step(count, self.context, self.context, count)
 
     def advance(self, until: float, terms: Terms) -> None:
         """Compute steps until one ends at ``until`` or later."""
@@ -216,11 +217,11 @@ class Queue:
         count = len(self.running)
         steps = self.running[0].end - self.steps
         if until < inf or steps <= 1:
-            seconds = terms.decode.step(count, self.context, self.context)
+            seconds = terms.decode.step(count, self.context, self.context, count)
             steps = min(steps, ceil((until - self.clock) / seconds)) if until < inf else steps
         if steps > 1:
             context = self.context + count * (steps - 1) / 2
-            seconds = terms.decode.step(count, context, context)
+            seconds = terms.decode.step(count, context, context, count)
         self._step(steps, steps * seconds)
 
     def _step(self, steps: int, seconds: float) -> None:

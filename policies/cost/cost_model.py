@@ -179,7 +179,7 @@ class CostModel:
             return 0
 
         def is_hidden(tokens: int) -> bool:
-            return pace.computed(tokens, 0, 0) >= pace.fetch + pace.overhead
+            return pace.computed(tokens, 0, 0, 0) >= pace.fetch + pace.overhead
 
         return bisect_left(range(MOST_TOKENS), True, key=is_hidden)
 
@@ -203,7 +203,7 @@ class CostModel:
         return pace.step(*self._work(batch)) * pace.yielded
 
     def _work(self, batch: Batch) -> tuple[float, int, float, int]:
-        """Return the arguments of ``Pace.step`` for a step.
+        """Return the arguments of ``Pace.step`` for a step; the first three are ``Pace.device``'s.
 
         The pace of decodes knows what each of them checks; that of prompts does not know which
         tokens are of decodes.
@@ -287,7 +287,7 @@ class CostModel:
 
         It includes neither host time nor overhead (Seesaw, A.1, times the number of layers).
         """
-        return self._pace(layout, mode, batch.kind).device(*self._work(batch))
+        return self._pace(layout, mode, batch.kind).device(*self._work(batch)[:3])
 
     def _pace(self, layout: Layout, mode: Mode, kind: StepKind) -> Pace:
         shape, hardware = self.shape, self.hardware
@@ -319,8 +319,7 @@ class CostModel:
             host=self._host_seconds(sp),
             fetch=self.fetch_seconds(layout, mode),
             overhead=hardware.overhead_seconds,
-            request=hardware.request_seconds if decodes else 0.0,
-            beside=0.0 if decodes else hardware.request_seconds,
+            request=hardware.request_seconds,
             yielded=self.speculation.yielded if decodes else 1.0,
             most=MAX_CORRECTION,
         )

@@ -28,9 +28,7 @@ class Pace:
     """Least time of the layers, on the host."""
     overhead: float
     request: float = 0.0
-    """What the host does for each token, in steps that only decode."""
-    beside: float = 0.0
-    """The same for each request that decodes, in steps with prompts."""
+    """What the host does for each request that decodes."""
     experts: float = 0.0
     """To read all routed experts."""
     unread: float = 1.0
@@ -52,14 +50,13 @@ class Pace:
     most: float = 10.0
     """Largest factor by which the correction changes a step; its inverse is the smallest."""
 
-    def device(self, tokens: float, context: float, pairs: float, decodes: float = 0.0) -> float:
+    def device(self, tokens: float, context: float, pairs: float) -> float:
         """Return the uncorrected time of devices and links.
 
         Args:
             tokens: tokens that pass through the linear layers.
             context: tokens whose KV the decodes read.
             pairs: pairs of a token and one that it attends to.
-            decodes: requests that decode; they take time of the host only.
         """
         return max(self.fetch, self._computing(tokens, context, pairs))
 
@@ -77,32 +74,37 @@ class Pace:
             + self.moved * own
         )
 
-    def roofline(self, tokens: float, context: float, pairs: float, decodes: float = 0.0) -> float:
-        """Return the uncorrected time of a step; the arguments are those of ``device``."""
+    def roofline(self, tokens: float, context: float, pairs: float, decodes: float) -> float:
+        """Return the uncorrected time of a step.
+
+        Args:
+            tokens: see ``device``.
+            context: see ``device``.
+            pairs: see ``device``.
+            decodes: requests that decode. They take time of the host.
+        """
         device = self.device(tokens, context, pairs)
-        host = self.overhead + self.request * tokens + self.beside * decodes
+        host = self.overhead + self.request * decodes
         return (device if device > self.host else self.host) + host
 
-    def computed(self, tokens: float, context: float, pairs: float, decodes: float = 0.0) -> float:
+    def computed(self, tokens: float, context: float, pairs: float, decodes: float) -> float:
         """Return the corrected time of a step that has all weights in its own memory."""
         device = self._computing(tokens, context, pairs)
-        host = self.overhead + self.request * tokens + self.beside * decodes
+        host = self.overhead + self.request * decodes
         roofline = (device if device > self.host else self.host) + host
         corrected = self.slope * roofline + self.offset
         return min(self.most * roofline, max(roofline / self.most, corrected))
 
-    def overlapped(
-        self, tokens: float, context: float, pairs: float, decodes: float = 0.0
-    ) -> float:
+    def overlapped(self, tokens: float, context: float, pairs: float, decodes: float) -> float:
         """Return the longer of the corrected computing and the uncorrected reading from others."""
         computed = self.computed(tokens, context, pairs, decodes)
-        host = self.overhead + self.request * tokens + self.beside * decodes
+        host = self.overhead + self.request * decodes
         return max(computed, self.fetch + host)
 
-    def step(self, tokens: float, context: float, pairs: float, decodes: float = 0.0) -> float:
+    def step(self, tokens: float, context: float, pairs: float, decodes: float) -> float:
         """Return the time of a step for each token that a decode gets of it.
 
-        The arguments are those of ``device``. A look ahead asks for this thousands of times. So
+        The arguments are those of ``roofline``. A look ahead asks for this thousands of times. So
         what most models need is written out here, and gives what ``computed`` does, to the last
         bit.
         """
@@ -117,8 +119,9 @@ class Pace:
                 + self.moved * own
             )
             host = self.host
-            rest = self.overhead + self.request * tokens + self.beside * decodes
-            roofline = (device if device > host else host) + rest
+            roofline = (device if device > host else host) + (
+                self.overhead + self.request * decodes
+            )
             corrected = self.slope * roofline + self.offset
             least, most = roofline / self.most, self.most * roofline
             corrected = corrected if corrected > least else least

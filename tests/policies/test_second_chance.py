@@ -37,7 +37,7 @@ def after(seconds: float, terms: TermsOf, requests: float = 1, patience: float =
     """Return how long the group's step seems to take, beside what it was expected to take."""
     chances = Chances(patience=patience).at(0.0, [ALONE, EIGHT], EVERY).at(seconds, [ALONE], EVERY)
     chances = replace(chances, patience=patience)
-    seen = chances.terms(terms, ALONE, seconds, requests)[EIGHT].decode.step(1, 500, 500)
+    seen = chances.terms(terms, ALONE, seconds, requests)[EIGHT].decode.step(1, 500, 500, 1)
     return seen / MODEL.step_seconds(EIGHT, Batch(1, 500))
 
 

@@ -26,16 +26,19 @@ PACES = st.builds(
 COUNTS = st.integers(1, 10_000)
 
 
-@given(PACES, COUNTS, st.floats(0, 1e6), st.floats(0, 1e6))
+@given(PACES, COUNTS, st.floats(0, 1e6), st.floats(0, 1e6), COUNTS)
 def test_a_step_without_experts_and_peers_takes_what_the_whole_formula_says(
-    pace: Pace, tokens: int, context: float, pairs: float
+    pace: Pace, tokens: int, context: float, pairs: float, decodes: int
 ) -> None:
-    assert pace.step(tokens, context, pairs) == pace.computed(tokens, context, pairs)
+    work = tokens, context, pairs, decodes
+    assert pace.step(*work) == pace.computed(*work)
 
 
 @given(PACES, COUNTS)
 def test_one_with_them_takes_longer(pace: Pace, tokens: int) -> None:
     plain = replace(pace, slope=1.0, offset=0.0)
     experts = replace(plain, experts=1.0, weights=100.0)
-    assert experts.step(tokens, 0, 0) >= replace(plain, weights=100.0).step(tokens, 0, 0)
-    assert replace(plain, fetch=1000.0, fetch_slope=1.0).step(tokens, 0, 0) >= 1000.0
+    assert experts.step(tokens, 0, 0, tokens) >= replace(plain, weights=100.0).step(
+        tokens, 0, 0, tokens
+    )
+    assert replace(plain, fetch=1000.0, fetch_slope=1.0).step(tokens, 0, 0, tokens) >= 1000.0
