@@ -145,12 +145,12 @@ def said_of_six_loads(results: Results) -> list[str]:
     )
     assert behind < 0 < least, "the README says that Shoal is ahead under all loads but one"
 
-    def p(key: str, part: str) -> float:
+    def beyond(key: str, part: str) -> float:
         load = next(load for load in loads_of(results, "shoal") if part in load)
         dp, shoal = (loads_of(results, name)[load] for name in ("stock-dp", "shoal"))
         return float(shoal[key] / dp[key] * 100 - 100)
 
-    p90, p99 = p("p90_e2el_ms", "--start 45"), p("p99_ttft_ms", "--start 680")
+    p90, p99 = beyond("p90_e2el_ms", "--start 45"), beyond("p99_ttft_ms", "--start 680")
     return [
         f"of the stock servers under five of six loads, by {least:.0f} to {most:.0f} %",
         f"it ends {-behind:.0f} % later than stock DP's",

@@ -31,7 +31,9 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Tally:
-    """Counts of the front ends' connections in use, in memory that they share. Made before them.
+    """Counts of the front ends' connections in use, in memory that they share.
+
+    It is made before they start.
 
     Each front end writes only its own count, so that none waits for another.
 
