@@ -26,8 +26,10 @@ correction learns from the measured time between the ends of two steps.
 The host launches the exchanges of a step in SP one by one, without CUDA graphs. A layer takes the
 host the same time for any number of tokens. Launches run ahead of the device, so over all layers
 the longer of the two times counts. The overhead lies before the first and after the last layer and
-is added to both. A step in TP above the largest CUDA graph also waits for its host, which is not
-modelled. So ``shoal.policies.shift`` compares the modes by ``device_seconds``, without any host.
+is added to both. A group's step in TP that computes prompts while requests decode waits for its
+host, too: vLLM replays its graphs piece by piece, and launches attention between them. Above the
+largest graph it waits longer, which is not modelled. So ``shoal.policies.shift`` compares the
+modes by ``device_seconds``, without any host.
 
 Where the node speculates, each decode of a step computes the tokens that it checks, too, and gets
 the accepted ones (``speculation``). Policies count the tokens that requests still want. So
@@ -109,6 +111,8 @@ class Hardware:
     """Time of a step without work."""
     sp_layer_host_seconds: float = 0.0
     """Host time of one layer of a step in SP; a step's layers take at least this time each."""
+    tp_layer_host_seconds: float = 0.0
+    """The same of a group's step in TP that computes prompts while requests decode."""
     peer_bytes_per_second: float = 390e9
     """Rate at which one engine reads the memory of another; the default is an H200's."""
     fetch_bytes_per_second: float | None = None
@@ -304,6 +308,8 @@ class CostModel:
             self._network_seconds(sp, tp, tokens) + (layout.pp - 1) * self._hop_seconds(tokens)
             for tokens in (0, 1)
         )
+        in_sp = shape.layers * hardware.sp_layer_host_seconds if sp > 1 else 0.0
+        in_tp = shape.layers * hardware.tp_layer_host_seconds
         decodes = kind is StepKind.DECODE
         checked = self.speculation.checked if decodes else 1.0
         return Pace(
@@ -316,7 +322,8 @@ class CostModel:
             moved=checked * (one - empty),
             read=shape.kv_bytes_per_token / kv_share / kv_rate,
             attend=checked * attend / degree / attention_rate,
-            host=self._host_seconds(sp),
+            host=in_sp,
+            mixed_host=in_tp if sp == 1 and degree > 1 and not decodes else in_sp,
             fetch=self.fetch_seconds(layout, mode),
             overhead=hardware.overhead_seconds,
             request=hardware.request_seconds,
@@ -330,10 +337,6 @@ class CostModel:
     def _sp_degree(self, layout: Layout, mode: Mode) -> int:
         """Return the number of members among which a step's tokens are divided."""
         return min(layout.tp, self.max_sp) if mode is Mode.SP else 1
-
-    def _host_seconds(self, sp: int) -> float:
-        """Return the time in which the host launches the layers of a step in SP; 0 for TP."""
-        return self.shape.layers * self.hardware.sp_layer_host_seconds if sp > 1 else 0.0
 
     def _reduce_seconds(self, tp: int, tokens: int) -> float:
         """Return the time of two all-reduces per layer, of the hidden states of ``tokens``."""

@@ -26,6 +26,8 @@ class Pace:
     """Arithmetic of attention, for a pair of tokens."""
     host: float
     """Least time of the layers, on the host."""
+    mixed_host: float
+    """The same if requests decode beside prompts."""
     overhead: float
     request: float = 0.0
     """What the host does for each request that decodes."""
@@ -84,14 +86,16 @@ class Pace:
             decodes: requests that decode. They take time of the host.
         """
         device = self.device(tokens, context, pairs)
+        launches = self.mixed_host if decodes else self.host
         host = self.overhead + self.request * decodes
-        return (device if device > self.host else self.host) + host
+        return (device if device > launches else launches) + host
 
     def computed(self, tokens: float, context: float, pairs: float, decodes: float) -> float:
         """Return the corrected time of a step that has all weights in its own memory."""
         device = self._computing(tokens, context, pairs)
+        launches = self.mixed_host if decodes else self.host
         host = self.overhead + self.request * decodes
-        roofline = (device if device > self.host else self.host) + host
+        roofline = (device if device > launches else launches) + host
         corrected = self.slope * roofline + self.offset
         return min(self.most * roofline, max(roofline / self.most, corrected))
 
@@ -118,10 +122,9 @@ class Pace:
                 + self.latency
                 + self.moved * own
             )
-            host = self.host
-            roofline = (device if device > host else host) + (
-                self.overhead + self.request * decodes
-            )
+            launches = self.mixed_host if decodes else self.host
+            host = self.overhead + self.request * decodes
+            roofline = (device if device > launches else launches) + host
             corrected = self.slope * roofline + self.offset
             least, most = roofline / self.most, self.most * roofline
             corrected = corrected if corrected > least else least

@@ -208,6 +208,9 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sp_layer_host_seconds: float = 0.0
     """Host time of one layer of a step in SP, for any number of tokens. Where nothing else was
     measured, it is the time of the two exchanges."""
+    tp_layer_host_seconds: float = 0.0
+    """Host time of one layer of a group's step in TP that computes prompts while requests decode,
+    up to the largest CUDA graph."""
     peer_bytes_per_second: float = PEER_BYTES_PER_SECOND
     """Rate at which one engine reads the memory of another."""
     fetch_bytes_per_second: float | None = None
@@ -238,6 +241,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             allreduce_seconds=self.allreduce_seconds,
             overhead_seconds=self.step_seconds,
             sp_layer_host_seconds=self.sp_layer_host_seconds,
+            tp_layer_host_seconds=self.tp_layer_host_seconds,
             peer_bytes_per_second=self.peer_bytes_per_second,
             fetch_bytes_per_second=self.fetch_bytes_per_second,
             kv_bytes_per_second=self.kv_bytes_per_second,

@@ -48,9 +48,10 @@ def terms(layout: Layout) -> Terms:
         read=0.0,
         attend=0.0,
         host=0.0,
+        mixed_host=0.0,
         overhead=0.004 if grouped else 0.01,
     )
-    free = Pace(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.001)
+    free = Pace(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.001)
     return Terms(pace, free, free, inf, 256, 1e9, 8192, 8192, Prices(1e-6, 1e-9), 100.0)
 
 

@@ -20,6 +20,7 @@ PACE = Pace(
     read=0.0,
     attend=0.0,
     host=0.0,
+    mixed_host=0.0,
     overhead=0.0,
 )
 """Every step takes 10 ms."""

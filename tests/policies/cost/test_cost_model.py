@@ -508,6 +508,23 @@ def test_what_devices_take_has_neither_host_nor_overhead(
     assert waiting.roofline_seconds(Layout(tp=degree), batch, mode) >= device + 1.0
 
 
+def test_a_group_s_short_prompt_beside_decodes_waits_for_the_host_in_tp() -> None:
+    slow = replace(HARDWARE, tp_layer_host_seconds=0.01, overhead_seconds=1e-3)
+    model = CostModel(SHAPE, slow, max_sp=4)
+    free = replace(model, hardware=replace(slow, tp_layer_host_seconds=0.0))
+    short, long = Batch(4, 40, 4, 2), Batch(4, 40, 10_000, 50)
+    decode, alone = Batch(4, 40), Batch(0, 0, 4, 2)
+    for degree in (2, 4):
+        layout = Layout(tp=degree)
+        assert model.step_seconds(layout, short) == pytest.approx(10 * 0.01 + 1e-3)
+        assert model.step_seconds(layout, short) > free.step_seconds(layout, short)
+        for other in (long, decode, alone):
+            assert model.step_seconds(layout, other) == free.step_seconds(layout, other)
+        in_sp = model.step_seconds(layout, short, Mode.SP)
+        assert in_sp == free.step_seconds(layout, short, Mode.SP)
+    assert model.step_seconds(DP, short) == free.step_seconds(DP, short)
+
+
 def test_measurements_correct_their_mode_only() -> None:
     model = replace(MODEL, max_sp=4)
     model = model.observe(Layout(tp=4), EVERY, model.step_seconds(Layout(tp=4), EVERY))

@@ -18,6 +18,7 @@ PACES = st.builds(
     read=seconds,
     attend=seconds,
     host=seconds,
+    mixed_host=seconds,
     overhead=st.floats(1e-6, 1.0),
     request=seconds,
     slope=st.floats(0.01, 20.0),
@@ -26,7 +27,7 @@ PACES = st.builds(
 COUNTS = st.integers(1, 10_000)
 
 
-@given(PACES, COUNTS, st.floats(0, 1e6), st.floats(0, 1e6), COUNTS)
+@given(PACES, COUNTS, st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 10_000))
 def test_a_step_without_experts_and_peers_takes_what_the_whole_formula_says(
     pace: Pace, tokens: int, context: float, pairs: float, decodes: int
 ) -> None:

@@ -71,6 +71,15 @@ def test_a_short_step_in_sp_takes_what_the_file_says_of_the_host() -> None:
     assert seconds(Layout(tp=2), Batch(prefill_tokens=600)) < host
 
 
+def test_a_short_prompt_in_tp_takes_a_group_what_the_file_says_of_the_host() -> None:
+    """On two H200s, 10 to 11 ms for 150 to 400 prompt tokens beside 14 requests that decode."""
+    seconds = step_times(SHAPE, H200, captured_tokens=512)
+    for tokens in (150, 400):
+        step = Batch(14, 14 * 300, tokens, tokens // 2)
+        assert 0.0095 < seconds(Layout(tp=2), step) < 0.0115
+    assert seconds(Layout(), Batch(14, 14 * 300, 150, 75)) < 0.007, "one engine was not slower"
+
+
 def test_a_group_s_step_in_tp_waits_for_its_host_above_the_largest_graph() -> None:
     seconds = step_times(SHAPE, H200, captured_tokens=512)
     graphs = step_times(SHAPE, H200)
