@@ -38,7 +38,7 @@ from shoal.loadgen.bench.systems import (
 )
 from shoal.loadgen.bench.token_client import Client
 from shoal.loadgen.bench.traffic_clients import replay_by_ours, replay_by_vllm
-from shoal.loadgen.bench.traffic_pictures import draw_all, keep_requests
+from shoal.loadgen.bench.traffic_pictures import draw_all, keep_requests, kept_requests
 from shoal.loadgen.bench.traffic_simulated import STOCK_SEQS, Simulated, simulate_way
 from shoal.loadgen.bench.traffic_tables import (
     KEPT,
@@ -111,10 +111,11 @@ def main(argv: Sequence[str]) -> int:
         if node is not None:
             _simulate_all(node, figures, traffic)
             _write(path, figures)
-        pictures = draw_all(args.out / "requests")
+        kept = kept_requests(args.out / "requests")
+        pictures = draw_all(kept, args.out)
     except OSError as error:
         raise UserError(f"cannot read {error.filename}, or write it: {error.strerror}") from error
-    report = markdown(figures)
+    report = markdown(figures, kept)
     (args.out / "report.md").write_text(report, encoding="utf-8")
     print(report)
     for picture in pictures:

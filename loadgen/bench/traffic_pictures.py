@@ -29,7 +29,7 @@ class Requests(msgspec.Struct):
 
 
 def keep_requests(folder: Path, traffic: str, column: str, result: dict[str, Any]) -> None:
-    """Write the requests of a load, from which ``draw_all`` draws.
+    """Write the requests of a load, for ``kept_requests``.
 
     Args:
         folder: where the file goes.
@@ -45,15 +45,20 @@ def keep_requests(folder: Path, traffic: str, column: str, result: dict[str, Any
     (folder / f"{_slug(traffic)}--{_slug(column)}.json").write_bytes(msgspec.json.encode(requests))
 
 
-def draw_all(folder: Path) -> list[Path]:
+def kept_requests(folder: Path) -> list[Requests]:
+    """Return what ``keep_requests`` has written to a folder."""
+    paths = sorted(folder.glob("*.json"))
+    return [msgspec.json.decode(path.read_bytes(), type=Requests) for path in paths]
+
+
+def draw_all(kept: Iterable[Requests], folder: Path) -> list[Path]:
     """Draw one picture for each workload, with a curve for each system; return their files."""
     found: defaultdict[str, list[Requests]] = defaultdict(list)
-    for path in sorted(folder.glob("*.json")):
-        one = msgspec.json.decode(path.read_bytes(), type=Requests)
+    for one in kept:
         found[one.traffic].append(one)
     pictures = []
     for traffic, runs in found.items():
-        picture = folder.parent / f"{_slug(traffic)}.svg"
+        picture = folder / f"{_slug(traffic)}.svg"
         picture.write_text(draw(traffic, [timeline(run) for run in runs]), encoding="utf-8")
         pictures.append(picture)
     return pictures

@@ -1,12 +1,14 @@
 """The figures of ``shoal bench traffic``, and their report: a table for each load."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from shoal.loadgen.bench.markdown import MISSING, more, number, rows, slower
+from shoal.loadgen.bench.prompt_gaps import prompt_gaps
 from shoal.loadgen.bench.systems import SHOAL
+from shoal.loadgen.bench.traffic_pictures import Requests
 from shoal.loadgen.bench.traffic_simulated import COMPARED, errors
 
 KEPT = (
@@ -54,8 +56,13 @@ Columns = dict[str, dict[str, dict[str, Any]]]
 """Figures by column and load."""
 
 
-def markdown(figures: Figures) -> str:
-    """Return the report: every load's figures, and Shoal's beside the best of stock vLLM."""
+def markdown(figures: Figures, kept: Sequence[Requests] = ()) -> str:
+    """Return the report: every load's figures, and Shoal's beside the best of stock vLLM.
+
+    Args:
+        figures: the comparison.
+        kept: the requests of its loads.
+    """
     environment = figures.environment
     machine = ", ".join(environment.get("gpus") or ["no GPU"])
     packages = ", ".join(f"{name} {v}" for name, v in environment.get("packages", {}).items())
@@ -71,7 +78,7 @@ def markdown(figures: Figures) -> str:
         lines += [f"## {load}", "", *_table(columns, load), ""]
     starts = [[n, number(s.start_seconds), s.failure or ""] for n, s in figures.systems.items()]
     lines += rows(["system", "ready after, s", "failed"], starts)
-    return "\n".join([*lines, *_simulator(figures)]) + "\n"
+    return "\n".join([*lines, *_prompts(kept), *_simulator(figures)]) + "\n"
 
 
 def column_of(system: str, way: str) -> str:
@@ -103,6 +110,18 @@ def _table(columns: Columns, load: str) -> list[str]:
             cells = [number(value) for value in found.values()]
             body.append([label, *cells, *(compare(found[name], base) for name in ours)])
     return rows(head, body) if columns else [MISSING]
+
+
+def _prompts(kept: Sequence[Requests]) -> list[str]:
+    """Return the table of what prompts cost others; nothing if no load's requests were kept."""
+    body = []
+    for run in kept:
+        found = prompt_gaps(run)
+        gaps = [number(1e3 * seconds) for seconds in found[1:]] if found else [MISSING] * 3
+        body.append([run.traffic, run.column, str(found.prompts if found else 0), *gaps])
+    title = "## What a prompt costs the requests beside it: medians of steps, ms"
+    head = ["workload", "", "prompts", "usual step", "step with the prompt", "step after it"]
+    return ["", title, "", *rows(head, body)] if body else []
 
 
 # --- the simulator --------------------------------------------------------------------------------

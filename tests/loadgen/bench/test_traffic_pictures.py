@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.loadgen.bench.traffic_pictures import Requests, draw_all, keep_requests, timeline
+from shoal.loadgen.bench.traffic_pictures import (
+    Requests,
+    draw_all,
+    keep_requests,
+    kept_requests,
+    timeline,
+)
 
 RESULT = {
     "start_times": [100.0, 101.0],
@@ -27,7 +33,7 @@ def test_a_picture_has_a_curve_for_each_system(tmp_path: Path) -> None:
     folder = tmp_path / "requests"
     for column in ("stock-dp", "Shoal tp2"):
         keep_requests(folder, "poisson --rate 2 (seed 0)", column, RESULT)
-    (picture,) = draw_all(folder)
+    (picture,) = draw_all(kept_requests(folder), tmp_path)
     drawn = picture.read_text()
     assert picture.parent == tmp_path
     assert "stock-dp" in drawn
