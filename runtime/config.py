@@ -89,8 +89,6 @@ class FakeSettings(msgspec.Struct, frozen=True):
     """Most tokens of one step. A longer prompt takes several steps."""
     captured_tokens: int = 0
     """Tokens of the largest CUDA graph that the engine pretends to have. SP steps batch more."""
-    failing_starts: int = 0
-    """Number of each engine's first restarts that fail."""
     poison_token: int | None = None
     """Deliberate damage: a step that computes a prompt with this token kills the engine."""
     steps_at_once: int = 1

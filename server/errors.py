@@ -48,7 +48,7 @@ def shown_name(name: object) -> str:
     return " ".join(str(name)[:_NAME_CHARS].split())
 
 
-def field_errors(errors: Iterable[Mapping[str, Any]], after: int = 0) -> Iterator[tuple[str, str]]:
+def field_errors(errors: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield the path of each wrong field (``units[0][1]``; empty: the whole value), and the reason.
 
     A reason repeats a value only if the value is not one of the allowed choices and ``errors``
@@ -56,12 +56,11 @@ def field_errors(errors: Iterable[Mapping[str, Any]], after: int = 0) -> Iterato
 
     Args:
         errors: what ``errors()`` of pydantic's ``ValidationError`` says.
-        after: how many leading parts of each location to leave out.
     """
     for error in errors:
         steps = [
             f"[{step}]" if isinstance(step, int) else f".{shown_name(step)}"
-            for step in error["loc"][after:]
+            for step in error["loc"]
         ]
         reason = _OUR_WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
         if error["type"] == "enum" and "input" in error:

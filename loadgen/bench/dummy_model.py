@@ -10,7 +10,6 @@ from shoal.server.errors import UserError
 
 _SHAPES = Path(__file__).parent / "shapes"
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_FP8_BYTES = 1
 FP8_KINDS = ("tensor", "channel", "block")
 """What a scale of an FP8 weight may be for."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -96,14 +95,13 @@ def has_experts(config: dict[str, Any]) -> bool:
     return any(config.get(key, 0) > 1 for key in _EXPERT_COUNTS)
 
 
-def kv_bytes_per_token(config: dict[str, Any], cache_dtype: str = "auto") -> int:
+def kv_bytes_per_token(config: dict[str, Any]) -> int:
     """Return the KV bytes of one token, over all layers and heads."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads", heads)
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    width = _FP8_BYTES if cache_dtype.startswith("fp8") else _DTYPE_BYTES[dtype]
-    return int(2 * config["num_hidden_layers"] * kv_heads * head_dim * width)
+    return int(2 * config["num_hidden_layers"] * kv_heads * head_dim * _DTYPE_BYTES[dtype])
 
 
 def _tokenizer(vocab_size: int) -> str:

@@ -27,9 +27,9 @@ WHOLE_PROMPTS = 8192
 """Tokens of the steps of a cycle."""
 
 
-def requests(count: int, prompt: int, output: int, tokens: int | None = None) -> list[Arrival]:
-    """Return equal requests that come at once; ``tokens`` replaces the length of their outputs."""
-    return [Arrival(0.0, prompt, output if tokens is None else tokens, 0) for _ in range(count)]
+def requests(count: int, prompt: int, output: int) -> list[Arrival]:
+    """Return equal requests that come at once."""
+    return [Arrival(0.0, prompt, output, 0) for _ in range(count)]
 
 
 def seconds(node: Node, layout: Layout, chunk: int, asked: Sequence[Arrival]) -> float:

@@ -48,7 +48,6 @@ class Answer:
 class Stream:
     """An answer while it comes. Times are ``time.perf_counter`` seconds."""
 
-    sent: float = 0.0
     times: list[float] = field(default_factory=list)
     """When each chunk with tokens came."""
     tokens: list[int] = field(default_factory=list)
@@ -152,7 +151,6 @@ class Client:
             aiohttp.ClientError: the server cannot be reached.
         """
         body = self._body(prompt, tokens) | {"stream": True, "return_token_ids": True}
-        stream.sent = time.perf_counter()
         async with self._post(body, {}) as response:
             await _check(response)
             stream.unit = response.headers.get("x-shoal-unit")

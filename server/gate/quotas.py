@@ -1,6 +1,5 @@
 """Counts how much the holder of an API key uses, and tells when a limit is reached."""
 
-import enum
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,19 +13,10 @@ _RETRY_SECONDS = 1
 """Retry-After for too many requests in progress: nobody knows how long they take."""
 
 
-class Limit(enum.StrEnum):
-    """A limit of an API key; the value is the field that sets it."""
-
-    CONCURRENT = "max_concurrent"
-    REQUESTS = "requests_per_minute"
-    TOKENS = "tokens_per_minute"
-
-
 @dataclass(frozen=True)
 class OverLimit:
     """Why a request of a key is refused."""
 
-    limit: Limit
     message: str
     retry_after: int
     """Seconds."""
@@ -70,19 +60,18 @@ class Quota:
         running = key.max_concurrent
         if running is not None and self._running >= math.ceil(running / self._shares):
             message = f"{key.name} has {running} requests in progress, as many as it may"
-            return OverLimit(Limit.CONCURRENT, message, _RETRY_SECONDS)
+            return OverLimit(message, _RETRY_SECONDS)
         now = self._clock()
-        for limit, allowance, per_minute in (
-            (Limit.REQUESTS, self._requests, key.requests_per_minute),
-            (Limit.TOKENS, self._tokens, key.tokens_per_minute),
+        for unit, allowance, per_minute in (
+            ("requests", self._requests, key.requests_per_minute),
+            ("tokens", self._tokens, key.tokens_per_minute),
         ):
             if per_minute is None:
                 continue
             wait = allowance.wait(per_minute / self._shares, now)
             if wait > 0:
-                unit = limit.partition("_")[0]
                 message = f"{key.name} may use {per_minute} {unit} a minute, and has"
-                return OverLimit(limit, message, math.ceil(wait))
+                return OverLimit(message, math.ceil(wait))
         if key.requests_per_minute is not None:
             self._requests.spend(1, key.requests_per_minute / self._shares, now)
         return None

@@ -82,6 +82,16 @@ class DeadlyRun(RandomRun):
             if not node.missing:
                 return
 
+    def check(self) -> None:
+        """Assert that each request has ended once, with the right tokens, and no book was wrong."""
+        node = self.node
+        assert sum(node.outcomes.values()) == len(node.prompts)
+        assert node.missing == []
+        node.assert_exact()
+        assert set(node.finish.values()) <= {FinishReason.LENGTH, FinishReason.ERROR}
+        problems = [problem for audit in self.audits for problem in audit.problems]
+        assert [problem for problem in problems if "did not answer" not in problem] == []
+
 
 def without(partition: Partition, dead: frozenset[int]) -> Partition:
     """Take the groups apart that have a dead engine."""
@@ -129,13 +139,8 @@ def live(run: DeadlyRun) -> None:
     node = run.node
 
     assert node.deaths == {}
-    assert sum(node.outcomes.values()) == len(node.prompts)
     assert node.controller.books.requests.interrupted == {}
-    assert node.missing == []
-    node.assert_exact()
-    assert set(node.finish.values()) <= {FinishReason.LENGTH, FinishReason.ERROR}
-    problems = [problem for audit in run.audits for problem in audit.problems]
-    assert [problem for problem in problems if "did not answer" not in problem] == []
+    run.check()
     assert node.audit() == []
     alive = set(node.agents)
     assert len(alive) >= 1

@@ -9,7 +9,6 @@ from shoal.policies.values.partition import singles
 from shoal.runtime.controller.memory_changes import RETRY_SECONDS
 from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.protocol import messages as m
-from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import SMALL, LoopbackNode
 from tests.runtime.random_run import RandomRun
 from tests.runtime.test_random_deaths import ENGINES as DEADLY
@@ -105,12 +104,7 @@ def test_memory_moves_while_engines_die_and_come_back(seed: int) -> None:
         run.act()
     run.finish()
     assert {type(error) for error in node.deaths.values()} <= {RunnerDied}
-    assert sum(node.outcomes.values()) == len(node.prompts)
-    assert node.missing == []
-    node.assert_exact()
-    assert set(node.finish.values()) <= {FinishReason.LENGTH, FinishReason.ERROR}
-    problems = [problem for audit in run.audits for problem in audit.problems]
-    assert [problem for problem in problems if "did not answer" not in problem] == []
+    run.check()
     assert run.memory.done
     node.switch(*singles(DEADLY))
     node.run_for(2 * RETRY_SECONDS, tick=1.0)

@@ -7,7 +7,6 @@ from shoal.runtime.controller.books.engine_book import Engine, EngineState
 from shoal.runtime.controller.failures.rejoin import FORM_SECONDS, RETRY_SECONDS
 from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.fake.faults import NO_FAULTS, Faults, Seam
-from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.loopback_node import LoopbackNode
 from tests.runtime.test_random_deaths import ENGINES, DeadlyRun
 
@@ -71,12 +70,7 @@ def test_everybody_comes_back(seed: int) -> None:
 
     assert {type(error) for error in node.deaths.values()} <= {RunnerDied}
     assert node.value("shoal_engine_restarts_total") > 0
-    assert sum(node.outcomes.values()) == len(node.prompts)
-    assert node.missing == []
-    node.assert_exact()
-    assert set(node.finish.values()) <= {FinishReason.LENGTH, FinishReason.ERROR}
-    problems = [problem for audit in run.audits for problem in audit.problems]
-    assert [problem for problem in problems if "did not answer" not in problem] == []
+    run.check()
     assert node.view().unavailable == []
     assert node.controller.books.engines.in_state(EngineState.SERVING) == set(range(ENGINES))
     for layout in node.config.layouts:

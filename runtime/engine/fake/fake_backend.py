@@ -14,7 +14,6 @@ from shoal.policies.values.layouts import DP, Layout, Unit
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
-from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.agent.mixed_steps import mixed_limit
 from shoal.runtime.engine.agent.step_mode import sp_floor
 from shoal.runtime.engine.fake.fake_core import FakeCore, OnStart, Surroundings
@@ -257,12 +256,6 @@ def _ready_response(settings: FakeSettings, engine: int) -> bytes:
 
 
 def run_fake_engine(config: NodeConfig, engine: int, incarnation: int = 0) -> None:
-    """Entry of a fake engine's process: serve until told to stop.
-
-    Raises:
-        RunnerDied: on purpose (``FakeSettings.failing_starts``).
-    """
-    if config.fake is not None and 0 < incarnation <= config.fake.failing_starts:
-        raise RunnerDied("failed to start on purpose")
+    """Entry of a fake engine's process: serve until told to stop."""
     backend = FakeBackend(config, engine, incarnation)
     serve(backend, config, incarnation, Startup({"fake": 0.0}))

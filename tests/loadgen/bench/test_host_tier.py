@@ -16,17 +16,8 @@ from shoal.loadgen.bench.host_tier import (
 )
 from shoal.loadgen.bench.offline_layouts import WHOLE_PROMPTS, requests, seconds
 from shoal.policies.values.layouts import DP, Layout
-from shoal.runtime.simulation.data_sheets import hardware_named
-from shoal.runtime.simulation.node_settings import Node
-from shoal.runtime.simulation.shape_files import read_shape
+from tests.loadgen.bench.test_offline_layouts import NODE
 
-NODE = Node(
-    read_shape("llama-3-8b-bf16"),
-    hardware_named("l40s"),
-    engines=2,
-    max_group=2,
-    prefix_caching=False,
-)
 TP = Layout(tp=2)
 TOKEN = NODE.shape.model_shape().kv_bytes_per_token
 FAST = HostTier(1e12, 1e15, switch_seconds=0.0)

@@ -40,6 +40,13 @@ def held(node: LoopbackNode, unit) -> list[str]:
     return list(node.controller.books.requests.core(unit).requests)
 
 
+def start(node: LoopbackNode, count: int, tokens: int = 300) -> None:
+    """Send requests, and let all of them run."""
+    for k in range(count):
+        node.send(f"r{k}", 8, tokens)
+    turns(node, 10)
+
+
 def handed_over(node: LoopbackNode) -> float:
     return node.controller.books.statistics.carries.departures.total("handover")
 
@@ -54,9 +61,7 @@ def finish(node: LoopbackNode) -> None:
 
 
 def test_the_latest_requests_go_on_in_the_group(node: LoopbackNode, script: Script) -> None:
-    for k in range(5):
-        node.send(f"r{k}", 8, 300)
-    turns(node, 10)
+    start(node, 5)
     script.always(Move(SOURCE, GROUP, 2))
     turns(node, 1)
     script.always()
@@ -70,9 +75,7 @@ def test_the_latest_requests_go_on_in_the_group(node: LoopbackNode, script: Scri
 def test_what_is_under_way_is_in_the_snapshot_and_nobody_goes_twice(
     node: LoopbackNode, script: Script
 ) -> None:
-    for k in range(4):
-        node.send(f"r{k}", 8, 300)
-    turns(node, 10)
+    start(node, 4)
     script.always(Move(SOURCE, GROUP, 1))
     turns(node, 40)
     under_way = [seen.moves for seen in script.seen if seen.moves]
@@ -84,9 +87,7 @@ def test_what_is_under_way_is_in_the_snapshot_and_nobody_goes_twice(
 
 
 def test_moves_between_other_units_overlap(node: LoopbackNode, script: Script) -> None:
-    for k in range(4):
-        node.send(f"r{k}", 8, 300)
-    turns(node, 10)
+    start(node, 4)
     script.always(Move(SOURCE, GROUP, 1), Move(SOURCE, OTHER, 1))
     turns(node, 1)
     assert len(node.controller.books.carries.ids) == 2
@@ -112,9 +113,7 @@ def test_a_request_stays_until_its_prompt_is_computed(node: LoopbackNode, script
 def test_an_audit_gets_its_turn_while_moves_follow_each_other(
     node: LoopbackNode, script: Script
 ) -> None:
-    for k in range(8):
-        node.send(f"r{k}", 8, 300)
-    turns(node, 10)
+    start(node, 8)
     # While one move ends, another one is under way.
     script.always(Move(SOURCE, GROUP, 1), Move(GROUP, OTHER, 1))
     turns(node, 3)
@@ -137,9 +136,7 @@ def test_now_and_then_all_moves_end_before_the_next_begins(
     node: LoopbackNode, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handovers, "WINDOW_SECONDS", 2.0)
-    for k in range(8):
-        node.send(f"r{k}", 8, 600)
-    turns(node, 10)
+    start(node, 8, 600)
     node.hung = {0}
     script.always(Move(SOURCE, GROUP, 1))
     turns(node, 1)
@@ -160,9 +157,7 @@ def test_now_and_then_all_moves_end_before_the_next_begins(
 
 
 def test_nothing_moves_while_an_engine_is_drained(node: LoopbackNode, script: Script) -> None:
-    for k in range(3):
-        node.send(f"r{k}", 8, 300)
-    turns(node, 10)
+    start(node, 3)
     node.call(m.DrainEngines, [3], True)
     turns(node, 10)
     script.moves_while_dead = True
@@ -174,9 +169,7 @@ def test_nothing_moves_while_an_engine_is_drained(node: LoopbackNode, script: Sc
 
 
 def test_requests_stay_if_the_group_dies(node: LoopbackNode, script: Script) -> None:
-    for k in range(3):
-        node.send(f"r{k}", 8, 300)
-    turns(node, 10)
+    start(node, 3)
     script.always(Move(SOURCE, GROUP, 2))
     turns(node, 1)
     script.always()
@@ -187,9 +180,7 @@ def test_requests_stay_if_the_group_dies(node: LoopbackNode, script: Script) -> 
 
 
 def test_nothing_moves_to_a_dead_unit(node: LoopbackNode, script: Script) -> None:
-    for k in range(3):
-        node.send(f"r{k}", 8, 300)
-    turns(node, 10)
+    start(node, 3)
     node.kill(3)
     script.always(Move(SOURCE, OTHER, 1))
     script.moves_while_dead = True

@@ -24,7 +24,6 @@ from tests.units import pp, tp
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 
 TIER, SOURCE = tier_of(0), alone(0)
-WITH_KV = sum("prompt_logprobs" not in sampling for sampling in SAMPLING.values())
 _seeds = itertools.count(700)
 
 

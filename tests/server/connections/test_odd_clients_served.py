@@ -1,21 +1,13 @@
 """Clients that send half a request, or no HTTP, to any port of a node of fake engines."""
 
 import socket
-from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
-
-import pytest
 
 from tests.server.node import ServedNode, served_node
 
 PORTS = ("url", "admin_url")
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
-    with served_node(tmp_path_factory.mktemp("odd"), "--client-timeout", "1") as served:
-        yield served
 
 
 def connected(node: ServedNode, port: str) -> socket.socket:
@@ -33,14 +25,19 @@ def answer(client: socket.socket) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("port", PORTS)
-@pytest.mark.parametrize("sent", [b"", b"POST /x HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le"])
-def test_a_client_that_sends_half_a_request_does_not_keep_its_connection(
-    node: ServedNode, port: str, sent: bytes
-) -> None:
-    with connected(node, port) as client:
-        client.sendall(sent)
-        assert answer(client).startswith(b"HTTP/1.1 408" if sent else b"")
+def test_a_client_that_sends_half_a_request_does_not_keep_its_connection(tmp_path: Path) -> None:
+    half = b"POST /x HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le"
+    with served_node(tmp_path, "--client-timeout", "1") as node, ExitStack() as clients:
+        # All at once: each waits for the time-out.
+        given = [
+            (clients.enter_context(connected(node, port)), sent)
+            for port in PORTS
+            for sent in (b"", half)
+        ]
+        for client, sent in given:
+            client.sendall(sent)
+        for client, sent in given:
+            assert answer(client)[:12] == (b"HTTP/1.1 408" if sent else b"")
 
 
 def test_what_is_not_http_is_answered_and_fills_no_log(tmp_path: Path) -> None:

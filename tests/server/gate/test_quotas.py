@@ -2,7 +2,7 @@ import pytest
 
 from shoal.runtime.clock import ManualClock
 from shoal.server.gate.keys import ApiKey, digest_of
-from shoal.server.gate.quotas import Allowance, Limit, Quota, Quotas
+from shoal.server.gate.quotas import Allowance, OverLimit, Quota, Quotas
 
 
 def key(**limits: int) -> ApiKey:
@@ -41,9 +41,7 @@ def test_requests_a_minute() -> None:
     limited = key(requests_per_minute=2)
     assert quota.over(limited) is None
     assert quota.over(limited) is None
-    over = quota.over(limited)
-    assert over is not None
-    assert (over.limit, over.retry_after) == (Limit.REQUESTS, 30)
+    assert quota.over(limited) == OverLimit("caller may use 2 requests a minute, and has", 30)
     clock.advance(30)
     assert quota.over(limited) is None
 
@@ -56,9 +54,7 @@ def test_tokens_are_spent_as_they_come_and_what_runs_goes_on() -> None:
     quota.spend_tokens(limited, 59)
     assert quota.over(limited) is None
     quota.spend_tokens(limited, 61)
-    over = quota.over(limited)
-    assert over is not None
-    assert (over.limit, over.retry_after) == (Limit.TOKENS, 61)
+    assert quota.over(limited) == OverLimit("caller may use 60 tokens a minute, and has", 61)
 
 
 def test_what_is_in_progress_is_bounded() -> None:
@@ -67,9 +63,8 @@ def test_what_is_in_progress_is_bounded() -> None:
     with quota.running():
         assert quota.over(limited) is None
         with quota.running():
-            over = quota.over(limited)
-            assert over is not None
-            assert over.limit is Limit.CONCURRENT
+            said = "caller has 2 requests in progress, as many as it may"
+            assert quota.over(limited) == OverLimit(said, 1)
         assert quota.over(limited) is None
 
 

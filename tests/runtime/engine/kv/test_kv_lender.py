@@ -2,8 +2,7 @@
 
 import itertools
 import os
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -32,6 +31,7 @@ from shoal.runtime.engine.weights.sharing.shared_weight import (
 )
 from shoal.runtime.engine.weights.sharing.slots import HostCopier
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
+from tests.preloaded import Process
 from tests.runtime.engine.kv.test_backing import LAYERS, PAGE, config_of
 from tests.runtime.engine.weights.sharing.simulated_cuda import HostDriver
 
@@ -190,20 +190,15 @@ def test_others_see_all_of_the_buffer_at_one_address(engines: list[Engine], open
     assert torch.equal(seen, engine.raw), "also while weights have some of it"
 
 
-PEER = """
-import sys
-from pathlib import Path
-from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
-from tests.runtime.engine.kv.test_kv_lender import Engine
-engine = Engine(Path(sys.argv[1]), 1)
-engine.raw.fill_(int(sys.argv[2]))
-PeerBuffers(Path(sys.argv[1]), 1, engine.memory).announce(engine.raw)
-print("announced", flush=True)
-sys.stdin.read()
-"""
+def be_engine_1(directory: str, value: int) -> int:
+    engine = Engine(Path(directory), 1)
+    engine.raw.fill_(value)
+    PeerBuffers(Path(directory), 1, engine.memory).announce(engine.raw)
+    print("announced", flush=True)
+    signal.pause()
+    return 0
 
 
-@pytest.mark.slow
 def test_the_memory_of_an_engine_that_ends_is_unmapped_and_its_successors_is_mapped(
     tmp_path: Path,
 ) -> None:
@@ -212,11 +207,8 @@ def test_the_memory_of_an_engine_that_ends_is_unmapped_and_its_successors_is_map
     peers = PeerBuffers(tmp_path, 0, own.memory, lambda: settled.append(len(own.driver.seen)))
     size = own.raw.numel()
     for life in range(1, 3):
-        with subprocess.Popen(
-            [sys.executable, "-c", PEER, str(tmp_path), str(life)],
-            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True},
-        ) as peer:
-            assert peer.stdout is not None
+        told = [str(tmp_path), life]
+        with Process(f"{__name__}:{be_engine_1.__name__}", told, os.environ) as peer:
             assert peer.stdout.readline() == "announced\n"
             assert peers.open_all(2, 0.0) == {}
             with peers.reading():

@@ -4,8 +4,7 @@ import fcntl
 import json
 import os
 import resource
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,40 +15,33 @@ import torch
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.kv.kv_memory import HeldBuffer, HostMemory
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
+from tests.preloaded import Process
 
 SIZE = 1 << 20
 NAME = "shoal-test-kv"
 
-ENGINE = f"""
-import sys
-from pathlib import Path
-from shoal.runtime.engine.kv.kv_memory import HostMemory
-from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
-memory = HostMemory({NAME!r})
-buffer = memory.allocate({SIZE})
-buffer[:] = int(sys.argv[2])
-PeerBuffers(Path(sys.argv[1]), 1, memory).announce(buffer)
-print("announced", flush=True)
-sys.stdin.read()
-"""
+
+def be_engine_1(directory: str, value: int) -> int:
+    memory = HostMemory(NAME)
+    buffer = memory.allocate(SIZE)
+    buffer[:] = value
+    PeerBuffers(Path(directory), 1, memory).announce(buffer)
+    print("announced", flush=True)
+    signal.pause()
+    return 0
 
 
 class Peer:
     """Engine 1, whose buffer holds the same number everywhere."""
 
     def __init__(self, directory: Path, value: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", ENGINE, str(directory), str(value)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
+        told = [str(directory), value]
+        self._process = Process(f"{__name__}:{be_engine_1.__name__}", told, os.environ)
         assert self._process.stdout.readline() == "announced\n"
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        with self._process:
+            self._process.kill()
 
 
 @pytest.fixture
