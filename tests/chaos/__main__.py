@@ -6,7 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.chaos.batch_kills import BatchKills
+from tests.chaos.batch_kills import kill_nodes
 from tests.chaos.driver import ENGINES, Chaos
 
 
@@ -45,7 +45,7 @@ def _kills_nodes(engine: str, seed: int) -> bool:
     if kills == 0:
         return True
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-        report = BatchKills(Path(directory), engine, seed, kills).run()
+        report = kill_nodes(Path(directory), engine, seed, kills)
     print(report.table(), flush=True)
     return not report.problems
 
