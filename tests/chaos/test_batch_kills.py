@@ -15,10 +15,10 @@ RESULTS = [result("a", "once"), result("b", "upon"), result("c", None, 400)]
 
 
 def test_every_line_is_answered_once_whatever_is_killed(tmp_path: Path) -> None:
-    report = kill_nodes(tmp_path, "fake", seed=1, kills=3)
+    report = kill_nodes(tmp_path, "fake", seed=1, kills=2)
     assert report.problems == [], report.table()
-    assert report.kills.total() == 3
-    assert report.batches >= 6, "three nodes were killed"
+    assert report.kills.total() == 2
+    assert report.batches >= 4, "of each node an undisturbed one, too"
 
 
 def test_the_order_of_results_does_not_matter() -> None:
