@@ -16,7 +16,7 @@
 # `make chaos` torments a node of fake engines and then one of real ones, for CHAOS_SECONDS (900) each, with
 # events drawn from CHAOS_SEED (0); CHAOS_ENGINE=fake or real does one of them. Before that it kills
 # workers of batches, CHAOS_BATCH_KILLS (1000) times, and parts of nodes that work on batches, or whole nodes,
-# CHAOS_NODE_KILLS (20) times with each kind of engine; 0: not at all.
+# CHAOS_NODE_KILLS (1000 with fake engines, 20 with real ones) times; 0: not at all.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 TORCH_INDEX ?=

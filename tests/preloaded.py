@@ -98,7 +98,9 @@ class Process:
         status, status_end = os.pipe()
         try:
             descriptors = [output_end, status_end]
-            socket.send_fds(_client(*first), [pickle.dumps(tuple(job))], descriptors)
+            with _one_at_a_time:
+                client = _client(*first)
+            socket.send_fds(client, [pickle.dumps(tuple(job))], descriptors)
         finally:
             os.close(output_end)
             os.close(status_end)
@@ -172,6 +174,10 @@ _given: socket.socket | None = None
 """In a forked process, the way to the process that it was forked from."""
 
 
+_one_at_a_time = threading.Lock()
+"""Held while the way to the process that forks is made, which is to be one for all threads."""
+
+
 @functools.cache
 def _client(*first: str) -> socket.socket:
     """Return the way to a process that forks, with these modules imported first."""
@@ -237,6 +243,7 @@ class _Server:
                 if not data:
                     self._leave(client)
                     if client is self._first:
+                        signal.set_wakeup_fd(-1)  # those who were killed end after ``ended`` does
                         return None
                 elif (job := self._fork(client, data, *descriptors)) is not None:
                     for end in (ended, ended_end):

@@ -4,7 +4,8 @@ Every line of every batch must have exactly one result in the end, the one that 
 gives. If two engines are killed one soon after the other while they compute the same line, the node
 takes it for poison and refuses it (docs/api.md, "When an engine dies"). Such lines are counted.
 What is killed and after how many results is drawn from the seed; a result, unlike a second,
-is the same on every machine.
+is the same on every machine. A node that starts or ends mostly waits, so several nodes of fake
+engines are worked at once, each with a store of its own.
 """
 
 import json
@@ -13,6 +14,7 @@ import signal
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import msgspec
 from shoal.loadgen.bench.process_memory import tree
 from shoal.server.batch.batch_objects import Batch
 from shoal.server.batch.batch_store import BatchStore
+from tests.chaos.hasty_node import hasty_shoal
 from tests.chaos.processes import Life, await_ends, life_of, send
 from tests.server.batch.batches import jsonl, line
 from tests.server.node import ServedNode, children_of
@@ -34,6 +37,8 @@ PARTS = {
     "engine": ("engine", "scheduler", "runner"),
 }
 """What is killed, with the beginnings of its processes' names. The node's is the supervisor."""
+NODES = {"fake": 4, "real": 1}
+"""That are worked at once, by their engines."""
 ENDS_THE_NODE = frozenset({"node", "controller", "front end"})
 LINES = 60
 """Of a batch."""
@@ -70,8 +75,34 @@ class KillsReport(msgspec.Struct):
         return "\n".join([*lines, *(f"PROBLEM: {problem}" for problem in self.problems)])
 
 
+def kill_nodes(directory: Path, engine: str, seed: int, kills: int) -> KillsReport:
+    """Kill as many nodes at once as ``NODES`` says, so often together.
+
+    Args:
+        directory: for all that they write; a short name.
+        engine: ``fake`` or ``real``.
+        seed: of what is killed, and after which result.
+        kills: how often.
+    """
+    at_once = min(NODES[engine], kills)
+
+    def run(number: int) -> KillsReport:
+        (own := directory / str(number)).mkdir()
+        share = kills // at_once + (number < kills % at_once)
+        return BatchKills(own, engine, f"{seed} {number}", share).run()
+
+    whole = KillsReport()
+    with ThreadPoolExecutor(at_once) as threads:
+        for one in threads.map(run, range(at_once)):
+            whole.kills += one.kills
+            whole.batches += one.batches
+            whole.poison += one.poison
+            whole.problems += one.problems
+    return whole
+
+
 class BatchKills:
-    """One run.
+    """One node that is killed.
 
     Args:
         directory: for the batches' store and the node's temporary files; a short name.
@@ -80,7 +111,7 @@ class BatchKills:
         kills: how often.
     """
 
-    def __init__(self, directory: Path, engine: str, seed: int, kills: int) -> None:
+    def __init__(self, directory: Path, engine: str, seed: str, kills: int) -> None:
         self.report = KillsReport()
         self._directory = directory
         self._real = engine == "real"
@@ -94,21 +125,26 @@ class BatchKills:
         """Work batches off until there were enough kills, and then to their end."""
         self._start()
         try:
-            wanted = self._ended(self._submit())
-            while self.report.kills.total() < self._kills:
-                batch = self._submit()
-                while self._kill_after(batch, self._rng.randint(0, MOST_RESULTS)):
-                    if self.report.kills.total() == self._kills:
-                        break
-                results = self._ended(batch)
-                self.report.poison += sum(map(is_poison, results))
-                found = differences(wanted, results)
-                self.report.problems += [f"{batch.id}: {problem}" for problem in found]
+            self._work_off()
+        except AssertionError as error:  # what was seen before counts all the same
+            self.report.problems.append(f"the run ended early: {error}")
         finally:
             with self._node.process:
                 self._node.process.kill()
             self._store.close()
         return self.report
+
+    def _work_off(self) -> None:
+        wanted = self._ended(self._submit())
+        while self.report.kills.total() < self._kills:
+            batch = self._submit()
+            while self._kill_after(batch, self._rng.randint(0, MOST_RESULTS)):
+                if self.report.kills.total() == self._kills:
+                    break
+            results = self._ended(batch)
+            self.report.poison += sum(map(is_poison, results))
+            found = differences(wanted, results)
+            self.report.problems += [f"{batch.id}: {problem}" for problem in found]
 
     # --- the node -----------------------------------------------------------------------------
 
@@ -116,8 +152,9 @@ class BatchKills:
         options = [*OPTIONS, "--batch-dir", str(self._directory / "store")]
         if not self._real:
             options += ["--fake-step-ms", "5"]
+        environment = {"VLLM_LOGGING_LEVEL": "CRITICAL"}
         self._node = ServedNode(
-            self._directory, *options, real=self._real, VLLM_LOGGING_LEVEL="CRITICAL"
+            self._directory, *options, real=self._real, main=hasty_shoal, **environment
         )
         assert self._node.url, "\n".join(self._node.lines)
 

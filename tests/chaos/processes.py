@@ -21,11 +21,14 @@ class Life(msgspec.Struct, frozen=True):
     started: int
     """Clock ticks since the machine's start."""
 
+    is_dead: bool = False
+    """Whether all of its threads have ended, though its parent does not know yet."""
+
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, and its parent knows."""
+        """Whether it has ended. If its parent had ended before, init may take a second to know."""
         now = life_of(self.pid)
-        return now is None or now.started != self.started
+        return now is None or now.started != self.started or now.is_dead
 
 
 def life_of(pid: int) -> Life | None:
@@ -38,7 +41,9 @@ def life_of(pid: int) -> Life | None:
         return None
     if known is None:
         return None
-    return Life(pid, f"{known[0]} ({' '.join(words)[:_NAME_LENGTH]})", int(stat[19]))
+    # The first thread may have ended before others, which go on.
+    is_dead = stat[0] in "ZX" and int(stat[17]) <= 1
+    return Life(pid, f"{known[0]} ({' '.join(words)[:_NAME_LENGTH]})", int(stat[19]), is_dead)
 
 
 def await_ends(lives: Collection[Life], seconds: float) -> tuple[set[str], set[str]]:

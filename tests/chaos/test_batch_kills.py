@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.batch_kills import POISON, BatchKills, differences
+from tests.chaos.batch_kills import POISON, differences, kill_nodes
 
 
 def result(name: str, text: str | None, status: int = 200) -> dict[str, Any]:
@@ -15,9 +15,10 @@ RESULTS = [result("a", "once"), result("b", "upon"), result("c", None, 400)]
 
 
 def test_every_line_is_answered_once_whatever_is_killed(tmp_path: Path) -> None:
-    report = BatchKills(tmp_path, "fake", seed=1, kills=2).run()
+    report = kill_nodes(tmp_path, "fake", seed=1, kills=2)
     assert report.problems == [], report.table()
     assert report.kills.total() == 2
+    assert report.batches >= 4, "of each node an undisturbed one, too"
 
 
 def test_the_order_of_results_does_not_matter() -> None:

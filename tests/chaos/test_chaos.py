@@ -1,5 +1,6 @@
 """A short run is clean; and the checks find what was tampered with, lost or left behind."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,33 @@ def test_a_process_that_outlives_the_node_is_named() -> None:
         process.communicate(b"\n")
         assert await_ends([life], 0.0) == (set(), set())
     assert life_of(process.pid) is None
+
+
+def test_a_process_is_over_though_its_parent_does_not_know() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        life = life_of(process.pid)
+        assert life is not None
+        assert not life.is_over
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert life_of(process.pid) is not None, "it is still there"
+        assert life.is_over
+
+
+OF_TWO_THREADS = """
+import ctypes, sys, threading
+threading.Thread(target=sys.stdin.readline).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_is_not_over_whose_first_thread_alone_has_ended() -> None:
+    command = [sys.executable, "-c", OF_TWO_THREADS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        state = Path(f"/proc/{process.pid}/stat")
+        while state.read_text().rpartition(") ")[2][0] != "Z":
+            os.sched_yield()
+        life = life_of(process.pid)
+        assert life is not None
+        assert not life.is_over
+        process.kill()

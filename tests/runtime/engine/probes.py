@@ -33,6 +33,7 @@ from shoal.runtime.engine.kv.carry_plan import Strip
 from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.staging_server import StagingServer
 from shoal.runtime.engine.link import instructions
+from shoal.runtime.engine.link.step_queues import PREPARING
 from shoal.runtime.engine.runner import loading, recorder, taking_up
 from shoal.runtime.engine.runner import runner as runner_module
 from shoal.runtime.engine.runner.runner import Runner, run_runner
@@ -125,6 +126,8 @@ class ProbedRunner(PacedRunner):
         """The same, of the units that this engine leads."""
         self.blocks: dict[str, list[int]] = {}
         """Block ids (virtual in a group) of every request's table, as the scheduler said."""
+        self._seats: dict[tuple[Layout, str], list[int]] = {}
+        """The same of requests that got a row before their first step in a layout."""
         self.sampled: dict[str, list[int]] = {}
         """Tokens that this member sampled itself, by request, asynchronous steps left out."""
         self.fills: list[tuple[int, int]] = []
@@ -149,11 +152,13 @@ class ProbedRunner(PacedRunner):
     def _on_probe(self, probe: Probe) -> None:
         self._probes.send(pickle.dumps(probe.function(self, *probe.args)))
 
-    def _on_seat(self, seat: instructions.Seat) -> None:
-        for rest in seat.requests:
-            self.blocks[rest.request_id] = list(rest.blocks[0])
-        self.seated += len(seat.requests)
-        super()._on_seat(seat)
+    def _prepare(self, layout: Layout, instruction: PREPARING) -> None:
+        # Also of a layout that is not bound yet, while the request may run in this one.
+        if isinstance(instruction, instructions.Seat):
+            for rest in instruction.requests:
+                self._seats[layout, rest.request_id] = list(rest.blocks[0])
+            self.seated += len(instruction.requests)
+        super()._prepare(layout, instruction)
 
     def _on_step(self, step: instructions.Step) -> None:
         output = step.scheduler_output
@@ -170,6 +175,8 @@ class ProbedRunner(PacedRunner):
             self.blocks[request.req_id] = list(request.block_ids[0])
         for rest in step.begun.requests:
             self.blocks[rest.request_id] = list(rest.blocks[0])
+        for rest in step.begun.seated:
+            self.blocks[rest.request_id] = self._seats.pop((self._layout, rest.request_id))
         cached = output.scheduled_cached_reqs
         for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:

@@ -2,7 +2,7 @@
 
 ``test_real_random`` leads it with the V1 model runner, ``v2_main`` with V2. Every token is
 compared with stock vLLM's. ``SHOAL_RANDOM_OPERATIONS`` in the environment says how many operations
-there are.
+there are, and ``SHOAL_RANDOM_SEED`` what they are drawn from.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from tests.units import tp, tp_units
 
 ENGINES = 4
 OPERATIONS = int(os.environ.get("SHOAL_RANDOM_OPERATIONS", "500"))
+SEED = int(os.environ.get("SHOAL_RANDOM_SEED", "20"))
 TOKENS = 12
 ALL = PROMPTS + SHARED
 
@@ -118,7 +119,7 @@ def ways_of_tiers(node: RealNode) -> list[tuple[Unit, Unit]]:
     return [way for way in there + back if way[0] in cores and cores[way[0]].requests]
 
 
-def live(node: RealNode, expected: list[list[int]], operations: int, seed: int = 20) -> Lived:
+def live(node: RealNode, expected: list[list[int]], operations: int, seed: int = SEED) -> Lived:
     """Do so many things at random, and bring all requests to their end.
 
     Args:
