@@ -208,7 +208,7 @@ def _by_hindsight(
     assert terms is not None
     gains, here = saved(seen, terms), snapshot.partition
     now = max(snapshot.requests, snapshot.smoothed_requests)
-    forecast, noise = Forecast(snapshot, model), noise_of(memory.usual, now)
+    noise, forecast = noise_of(memory.usual, now), Forecast(snapshot, model, watched=memory.age)
     prices = {c: price_of(noise, forecast.loss(c, memory.usual)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}

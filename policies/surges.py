@@ -23,7 +23,9 @@ ALIKE = 2.0
 LEAST_LEFT = 0.25
 """It then lasts for this share of its time longer, at least."""
 WINDOWS = (0.1, 0.2, 0.4, 0.8, 1.6)
-"""A surge began, or ended, about so many seconds ago."""
+"""A surge began about so many seconds ago."""
+END_WINDOWS = (*WINDOWS, 3.2, 6.4)
+"""It ended about so many seconds ago."""
 FACTOR = 2.0
 """In a surge at least so many times as many requests come as ever in such a time before it."""
 BEGIN_NATS = 10.0
@@ -64,18 +66,25 @@ class Surges:
         """
         if self.began is None or self.began < seen.began:
             return replace(self, began=None)._begun(seen)
-        age, count, ages = self._age(seen.at), self.count + new, _ages(seen)
-        for window in WINDOWS:
+        age, count = self._age(seen.at), self.count + new
+        ended = self._ended_before(seen, age, count)
+        if ended is None and age < LONGEST_SECONDS:
+            return replace(self, count=count)
+        return self._over(seen.at - (ended or 0.0))
+
+    def _ended_before(self, seen: Hindsight, age: float, count: int) -> float | None:
+        """Return how many seconds ago the surge has ended; None: it has not, as far as one sees."""
+        ages, best, least = _ages(seen), None, END_NATS * self.clumps
+        for window in END_WINDOWS:
             if window >= age:
                 break
             lately = bisect_right(ages, window)
             rate = (count - lately) / (age - window)
-            if rate <= self.usual:
-                continue
-            nats = (rate - self.usual) * window - lately * log(rate / self.usual)
-            if nats > END_NATS * self.clumps:
-                return self._ended(seen.at - window)
-        return replace(self, count=count) if age < LONGEST_SECONDS else self._ended(seen.at)
+            if rate > self.usual:
+                nats = (rate - self.usual) * window - lately * log(rate / self.usual)
+                if nats > least:
+                    best, least = window, nats
+        return best
 
     def pause(self, now: float) -> float:
         """Return how many seconds to wait between two looks at what it will bring."""
@@ -118,7 +127,7 @@ class Surges:
                 return Surges(began, rate, count, clumps, self.lengths, self.ended)
         return self
 
-    def _ended(self, at: float) -> "Surges":
+    def _over(self, at: float) -> "Surges":
         length = 0.0 if self.began is None else at - self.began
         return Surges(lengths=(*self.lengths, length)[-KEPT:], ended=at)
 

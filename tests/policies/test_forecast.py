@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -186,3 +187,16 @@ def test_a_risk_grows_from_none_to_certainty() -> None:
 def test_an_idle_node_has_a_best_layout() -> None:
     seen = node(FOURS, rate=0.0)
     assert cost(seen, TP) < cost(seen, FOURS) < cost(seen, DP)
+
+
+def test_what_is_used_again_soon_is_lost_only_once() -> None:
+    """And of what is used again later nobody knows before the node was watched for as long."""
+    seen = replace(node(DP, {0: 4}, rate=4.0), hit_share=0.5, prompt_tokens=1000.0)
+
+    def refill(watched: float, lost: float) -> float:
+        return Forecast(replace(seen, lost_tokens=lost), MODEL, watched=watched).refill()
+
+    unknown, half, known = (refill(watched, 600.0) for watched in (0.0, 30.0, 1e9))
+    assert unknown == refill(1e9, inf) > 0
+    assert half == pytest.approx(unknown / 2 + known)
+    assert known == pytest.approx(unknown / 400)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.policies import surges
 from shoal.policies.hindsight import AGAIN_SECONDS, Hindsight
 from shoal.policies.surges import (
     ALIKE,
@@ -19,7 +20,7 @@ from tests.policies.test_hindsight import NOW, QUIET, after, rate, seen
 JUDGED = 0.1
 
 
-def surges(here: Hindsight) -> bool:
+def surging(here: Hindsight) -> bool:
     return Surges().at(here, 0).began is not None
 
 
@@ -38,34 +39,34 @@ def watched(came: list[float], until: float) -> list[Surges]:
 
 @pytest.mark.parametrize(("seconds", "per_second"), [(0.2, 140), (0.4, 96), (0.8, 72)])
 def test_a_surge_is_noticed_within_a_second(seconds: float, per_second: float) -> None:
-    assert surges(after(QUIET, seconds, per_second))
+    assert surging(after(QUIET, seconds, per_second))
 
 
 @pytest.mark.parametrize("seconds", [0.2, 0.5, 1, 2, 4])
 def test_a_wobble_is_no_surge(seconds: float) -> None:
-    assert not surges(after(QUIET, seconds, 24 * 1.3))
-    assert not surges(after(QUIET, seconds, 24 * 0.5))
+    assert not surging(after(QUIET, seconds, 24 * 1.3))
+    assert not surging(after(QUIET, seconds, 24 * 0.5))
 
 
 def test_a_clump_among_clumps_is_no_surge() -> None:
     clumps = [NOW - 0.01 - second for second in range(9, -1, -1) for _ in range(12)]
-    assert not surges(seen(*clumps))
+    assert not surging(seen(*clumps))
     larger = [NOW - 0.01] * 6
-    assert not surges(seen(*clumps, *larger))
-    assert surges(seen(*clumps[:-12], *[NOW - 0.01] * 100))
+    assert not surging(seen(*clumps, *larger))
+    assert surging(seen(*clumps[:-12], *[NOW - 0.01] * 100))
 
 
 def test_two_clumps_that_one_window_holds_are_no_surge() -> None:
     """The latest window of 1.6 s has two of them, and so had others."""
     clumps = [NOW - 0.01 - 1.5 * k for k in range(6, -1, -1) for _ in range(7)]
-    assert not surges(seen(*clumps, *[NOW - 0.01] * 4, *[NOW - 1.51] * 3))
+    assert not surging(seen(*clumps, *[NOW - 0.01] * 4, *[NOW - 1.51] * 3))
 
 
 def test_where_nobody_knows_what_is_usual_nothing_is_a_surge() -> None:
     few = rate(BEFORE / AGAIN_SECONDS, AGAIN_SECONDS)
-    assert surges(after(few, 0.2, 140))
-    assert not surges(after(few[1:], 0.2, 140))
-    assert not surges(seen())
+    assert surging(after(few, 0.2, 140))
+    assert not surging(after(few[1:], 0.2, 140))
+    assert not surging(seen())
 
 
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 5.0])
@@ -79,6 +80,17 @@ def test_the_end_of_a_surge_is_noticed_within_a_second(seconds: float, per_secon
     assert abs(length - seconds) < 0.5
     there = sum(one.began is not None for one in known) * JUDGED
     assert seconds - 0.5 < there < seconds + 1.0
+
+
+def test_a_surge_among_clumps_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each request says little, the end is seen only in a longer time without any."""
+    came = seen(*rate(16, 1.5, NOW - 3.5))
+    there = Surges(NOW - 5.0, usual=1.0, count=24, clumps=5.0)
+    over = there.at(came, 0)
+    assert over.began is None
+    assert over.lengths == (pytest.approx(5.0 - 3.2),)
+    monkeypatch.setattr(surges, "END_WINDOWS", surges.WINDOWS)
+    assert there.at(came, 0).began is not None
 
 
 def test_what_has_lasted_for_long_is_usual() -> None:
@@ -109,7 +121,7 @@ def test_a_surge_may_last_as_long_as_the_latest_ones_have() -> None:
 def test_only_the_latest_surges_count() -> None:
     known = Surges()
     for length in range(1, KEPT + 3):
-        known = replace(known, began=0.0)._ended(float(length))
+        known = replace(known, began=0.0)._over(float(length))
     assert known.lengths == tuple(range(3, KEPT + 3))
 
 

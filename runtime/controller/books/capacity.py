@@ -52,8 +52,7 @@ class Capacity:
 
     def __init__(self, config: NodeConfig, books: Books) -> None:
         self._config = config
-        self._engines = books.engines
-        self._units = books.units
+        self._engines, self._units = books.engines, books.units
         self._requests = books.requests
         self._pool = books.requests.pool
         self._leases = books.leases
@@ -116,6 +115,7 @@ class Capacity:
             output_tokens=self._lengths.output,
             outputs=self._lengths.outputs,
             hit_share=self._prefixes.hit_share,
+            lost_tokens=self._prefixes.lost_tokens,
             smoothed_requests=demand.smoothed_requests,
             since_switch=since_switch,
             since_urgent=demand.since_urgent(now),

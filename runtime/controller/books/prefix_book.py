@@ -22,7 +22,8 @@ class UnitPrefixes:
     def __init__(self) -> None:
         self.tokens = 0
         """Tokens of all stretches."""
-        self._stretches: OrderedDict[int, int] = OrderedDict()
+        self._stretches: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """The tokens of each, and when it was last used."""
 
     def __len__(self) -> int:
         return len(self._stretches)
@@ -36,24 +37,27 @@ class UnitPrefixes:
             found += 1
         return found
 
-    def put(self, prompt: PromptHashes) -> None:
+    def idle(self, prompt: PromptHashes, stretches: int, now: int) -> int:
+        """Return for how long each token of a prompt's first stretches was not used, added up."""
+        known = (self._stretches[stretch] for stretch in prompt.hashes[:stretches])
+        return sum(tokens * (now - used) for tokens, used in known)
+
+    def put(self, prompt: PromptHashes, now: int = 0) -> None:
         """Note that a prompt is computed, or was used until now.
 
         Of one prompt the end goes first, as in vLLM: without what comes before it, it is useless.
         """
         for index in reversed(range(len(prompt.hashes))):
             stretch = prompt.hashes[index]
-            if stretch in self._stretches:
-                self._stretches.move_to_end(stretch)
-                continue
-            tokens = prompt.tokens(index + 1) - prompt.tokens(index)
-            self._stretches[stretch] = tokens
-            self.tokens += tokens
+            known = self._stretches.pop(stretch, None)
+            tokens = prompt.tokens(index + 1) - prompt.tokens(index) if known is None else known[0]
+            self._stretches[stretch] = tokens, now
+            self.tokens += tokens if known is None else 0
 
     def fit(self, tokens: int) -> None:
         """Forget what does not fit into a cache of ``tokens`` tokens."""
         while self.tokens > tokens:
-            self.tokens -= self._stretches.popitem(last=False)[1]
+            self.tokens -= self._stretches.popitem(last=False)[1][0]
 
 
 class PrefixBook:
@@ -68,12 +72,24 @@ class PrefixBook:
     def __init__(self, capacity: Callable[[Unit], int]) -> None:
         self._capacity = capacity
         self._units: dict[Unit, UnitPrefixes] = {}
-        self._asked = self._found = 0.0
+        self._asked = self._found = self._idle = 0.0
+        self._now = 0
+        """Prompt tokens of all requests so far: the clock by which it is told what is used again,
+        and how soon."""
 
     @property
     def hit_share(self) -> float:
         """Share of the latest requests' prompt tokens that were expected in their unit's cache."""
         return self._found / self._asked if self._asked else 0.0
+
+    @property
+    def lost_tokens(self) -> float:
+        """Tokens that requests would not find if all caches were lost now.
+
+        What is found after that was used before it or is new. If the latest requests had found only
+        what was used n tokens of prompts ago, the next n tokens would find nothing.
+        """
+        return self._idle / self._asked if self._asked else 0.0
 
     def tokens(self, unit: Unit) -> int:
         """Return how many tokens of prompts a unit has cached."""
@@ -102,16 +118,20 @@ class PrefixBook:
         Returns:
             How many of the tokens are expected in the unit's cache.
         """
-        found = prompt.tokens(self.where(prompt, (unit,)).get(unit, 0))
+        stretches = self.where(prompt, (unit,)).get(unit, 0)
+        found = prompt.tokens(stretches)
+        idle = self._units[unit].idle(prompt, stretches, self._now) if stretches else 0
         self._asked = SHARE_KEPT * self._asked + tokens
         self._found = SHARE_KEPT * self._found + found
+        self._idle = SHARE_KEPT * self._idle + idle
         self.use(prompt, unit)
+        self._now += tokens
         return found
 
     def use(self, prompt: PromptHashes, unit: Unit) -> None:
         """Note that a unit has a prompt in its blocks, or had it until now."""
         if prompt.hashes:
-            self._units.setdefault(unit, UnitPrefixes()).put(prompt)
+            self._units.setdefault(unit, UnitPrefixes()).put(prompt, self._now)
 
     def fit(self) -> None:
         """Forget what units cannot have kept."""
