@@ -95,10 +95,12 @@ class Surges:
         if self.began is None:
             return ()
         age = self._age(now)
-        alike = [length for length in self.lengths if age < ALIKE * length]
+        alike = sorted(length for length in self.lengths if age < ALIKE * length)
+        if not alike:
+            return UNKNOWN_LENGTHS
         share = 1 / (1 + len(alike))
-        known = [(share, max(LEAST_LEFT, length / age - 1)) for length in alike]
-        return (*((share * probability, more) for probability, more in UNKNOWN_LENGTHS), *known)
+        more = max(LEAST_LEFT, alike[len(alike) // 2] / age - 1)
+        return (*((share * one, times) for one, times in UNKNOWN_LENGTHS), (1 - share, more))
 
     def _age(self, now: float) -> float:
         return 0.0 if self.began is None else max(WINDOWS[0], now - self.began)

@@ -111,8 +111,10 @@ def test_a_surge_may_last_as_long_as_the_latest_ones_have() -> None:
     after_a_second = Surges(NOW - 1.0, lengths=(4.0, 0.9, 0.2))
     lasting = after_a_second.lasting(NOW)
     assert sum(probability for probability, _ in lasting) == pytest.approx(1.0)
-    # 4 s are 3 more; 0.9 s are over, but nearly alike; after 0.2 s it is of another kind.
-    assert lasting[len(UNKNOWN_LENGTHS) :] == ((1 / 3, pytest.approx(3.0)), (1 / 3, LEAST_LEFT))
+    # 4 s are 3 more, and after 0.9 s it may be alike; after 0.2 s it is of another kind.
+    assert lasting[len(UNKNOWN_LENGTHS) :] == ((pytest.approx(2 / 3), pytest.approx(3.0)),)
+    over = Surges(NOW - 1.0, lengths=(0.9, 0.9, 4.0)).lasting(NOW)
+    assert over[len(UNKNOWN_LENGTHS) :] == ((3 / 4, LEAST_LEFT),)
     assert Surges(NOW - 4.0 * ALIKE, lengths=(4.0,)).lasting(NOW) == UNKNOWN_LENGTHS
     assert Surges(NOW - 1.0).lasting(NOW) == UNKNOWN_LENGTHS
     assert Surges(lengths=(4.0,)).lasting(NOW) == ()
