@@ -52,7 +52,8 @@ class Capacity:
 
     def __init__(self, config: NodeConfig, books: Books) -> None:
         self._config = config
-        self._engines, self._units = books.engines, books.units
+        self._engines = books.engines
+        self._units = books.units
         self._requests = books.requests
         self._pool = books.requests.pool
         self._leases = books.leases
@@ -114,8 +115,7 @@ class Capacity:
             prompt_tokens=self._lengths.prompt,
             output_tokens=self._lengths.output,
             outputs=self._lengths.outputs,
-            hit_share=self._prefixes.hit_share,
-            lost_tokens=self._prefixes.lost_tokens,
+            **self._prefixes.hits._asdict(),
             smoothed_requests=demand.smoothed_requests,
             since_switch=since_switch,
             since_urgent=demand.since_urgent(now),

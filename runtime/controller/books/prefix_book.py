@@ -8,6 +8,7 @@ something else. A wrong guess costs time, and nothing else.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.controller.books.prompt_hashes import PromptHashes
@@ -60,6 +61,19 @@ class UnitPrefixes:
             self.tokens -= self._stretches.popitem(last=False)[1][0]
 
 
+class Hits(NamedTuple):
+    """What requests find in the cache of their unit."""
+
+    hit_share: float
+    """Share of their prompt tokens."""
+    lost_tokens: float
+    """Tokens that requests would not find if all caches were lost now.
+
+    If what requests find was last used n tokens of prompts ago, then this is what the next n tokens
+    of prompts would have found: after them, all that is found has been used since then.
+    """
+
+
 class PrefixBook:
     """What every unit is believed to have cached.
 
@@ -78,18 +92,11 @@ class PrefixBook:
         and how soon."""
 
     @property
-    def hit_share(self) -> float:
-        """Share of the latest requests' prompt tokens that were expected in their unit's cache."""
-        return self._found / self._asked if self._asked else 0.0
-
-    @property
-    def lost_tokens(self) -> float:
-        """Tokens that requests would not find if all caches were lost now.
-
-        What is found after that was used before it or is new. If the latest requests had found only
-        what was used n tokens of prompts ago, the next n tokens would find nothing.
-        """
-        return self._idle / self._asked if self._asked else 0.0
+    def hits(self) -> Hits:
+        """What the latest requests were expected to find."""
+        if not self._asked:
+            return Hits(0.0, 0.0)
+        return Hits(self._found / self._asked, self._idle / self._asked)
 
     def tokens(self, unit: Unit) -> int:
         """Return how many tokens of prompts a unit has cached."""
