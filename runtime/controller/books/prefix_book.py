@@ -23,8 +23,10 @@ class UnitPrefixes:
     def __init__(self) -> None:
         self.tokens = 0
         """Tokens of all stretches."""
-        self._stretches: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """The tokens of each, and when it was last used."""
+        self._stretches: OrderedDict[int, int] = OrderedDict()
+        """The tokens of each."""
+        self._used: dict[int, int] = {}
+        """When each was last used."""
 
     def __len__(self) -> int:
         return len(self._stretches)
@@ -40,25 +42,33 @@ class UnitPrefixes:
 
     def idle(self, prompt: PromptHashes, stretches: int, now: int) -> int:
         """Return for how long each token of a prompt's first stretches was not used, added up."""
-        known = (self._stretches[stretch] for stretch in prompt.hashes[:stretches])
-        return sum(tokens * (now - used) for tokens, used in known)
+        known = prompt.hashes[:stretches]
+        tokens = [self._stretches[stretch] for stretch in known]
+        return now * sum(tokens) - sum(
+            self._used[one] * n for one, n in zip(known, tokens, strict=True)
+        )
 
     def put(self, prompt: PromptHashes, now: int = 0) -> None:
         """Note that a prompt is computed, or was used until now.
 
         Of one prompt the end goes first, as in vLLM: without what comes before it, it is useless.
         """
+        self._used.update(dict.fromkeys(prompt.hashes, now))
         for index in reversed(range(len(prompt.hashes))):
             stretch = prompt.hashes[index]
-            known = self._stretches.pop(stretch, None)
-            tokens = prompt.tokens(index + 1) - prompt.tokens(index) if known is None else known[0]
-            self._stretches[stretch] = tokens, now
-            self.tokens += tokens if known is None else 0
+            if stretch in self._stretches:
+                self._stretches.move_to_end(stretch)
+                continue
+            tokens = prompt.tokens(index + 1) - prompt.tokens(index)
+            self._stretches[stretch] = tokens
+            self.tokens += tokens
 
     def fit(self, tokens: int) -> None:
         """Forget what does not fit into a cache of ``tokens`` tokens."""
         while self.tokens > tokens:
-            self.tokens -= self._stretches.popitem(last=False)[1][0]
+            stretch, gone = self._stretches.popitem(last=False)
+            del self._used[stretch]
+            self.tokens -= gone
 
 
 class Hits(NamedTuple):
