@@ -174,14 +174,15 @@ class Forecast:
 
         What is used again soon is lost only once, such as a beginning that all prompts share. What
         is used again only after longer than the node was watched cannot be known: at worst, all
-        that is found then is lost.
+        that is found then is lost, but never more than is cached.
         """
         snapshot = self._snapshot
         rate = snapshot.prompt_tokens / max(0.1, 1 - snapshot.hit_share) * snapshot.usual_rate
         found = CACHE_SECONDS * snapshot.hit_share * rate
         unknown = max(0.0, 1 - self._watched / CACHE_SECONDS) * found
+        cached = sum(unit.cached_tokens for unit in snapshot.units)
         token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
-        return min(found, snapshot.lost_tokens + unknown) * token
+        return min(found, cached, snapshot.lost_tokens + unknown) * token
 
     def has_room(self, candidate: Partition) -> bool:
         """Return whether the requests that a switch moves can take their KV along.
