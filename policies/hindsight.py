@@ -29,8 +29,11 @@ as if outputs ended at random times.
 GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly, however many there are."""
 
-AGAIN_SECONDS = 10.0
-"""``foreseen`` looks so many seconds ahead, and lets the requests of as many seconds come again."""
+HORIZONS = (1.25, 2.5, 5.0, 10.0)
+"""``foreseen`` looks so many seconds ahead, and takes the time after which a switch has paid best.
+"""
+AGAIN_SECONDS = HORIZONS[-1]
+"""It lets the requests of so many seconds come again."""
 LEAST_SECONDS = 1.0
 """The latest requests count as having come within at least this time."""
 TermsOf = Mapping[Layout, Terms]
@@ -214,7 +217,7 @@ class Future(NamedTuple):
 FUTURES = (Future(), Future(backwards=False))
 """What is happening goes on, or what has happened comes again. Nobody knows which: a burst of a
 second ago may last, and a clump of requests is over when it has come."""
-Staying = dict[Future, float]
+Staying = dict[Future, tuple[tuple[float, int], ...]]
 """What ``_again`` says of the present layout."""
 
 
@@ -232,8 +235,8 @@ def foreseen(
     A node that fills up, or a burst that has not ended, will have more requests than now, and the
     layout that was best with few may not be best with many. What has lasted for a second may go on
     for another one, whatever the second is part of. Or the next seconds are like the last ten were.
-    A switch must pay in both of these futures, and the worse one counts. Nobody switches later in
-    them: a switch that pays only for a time would always seem better than to wait and see.
+    A switch must pay in both of these futures, and the worse one counts. If the switch pays only
+    for a time, it is taken back after that, for the price of another stop.
 
     Args:
         seen: the shadows.
@@ -259,22 +262,35 @@ def foreseen(
 
     def worth(future: Future) -> float:
         if future not in known:
-            known[future] = _again(seen, seen.current.copy(), terms, future)
-        return known[future] - so_far - _again(seen, there.copy(), terms, future)
+            known[future] = tuple(_again(seen, seen.current.copy(), terms, future))
+        goes = _again(seen, there.copy(), terms, future)
+        return max(
+            without - so_far - spent - (stop * back if horizon < HORIZONS[-1] else 0.0)
+            for horizon, (without, _), (spent, back) in zip(
+                HORIZONS, known[future], goes, strict=True
+            )
+        )
 
     if lasting:
         return sum(probability * worth(Future(length)) for probability, length in lasting)
     return min(map(worth, FUTURES))
 
 
-def _again(seen: Hindsight, shadow: Shadow, terms: TermsOf, future: Future) -> float:
-    """Return the seconds that requests will have spent on all units, if no other comes then."""
-    for at, job in _mirrored(seen, future.length) if future.backwards else _repeated(seen):
-        if at >= seen.at + AGAIN_SECONDS:
-            break
-        shadow.advance(at, terms)
-        shadow.put(Job(at, job.new, job.prompt, job.output), terms)
-    return shadow.all_in_all(terms)
+def _again(
+    seen: Hindsight, shadow: Shadow, terms: TermsOf, future: Future
+) -> Iterator[tuple[float, int]]:
+    """Yield the seconds that requests will have spent on all units, and how many are there.
+
+    This is yielded for each of ``HORIZONS``, as if no other request came after it.
+    """
+    coming = _mirrored(seen, future.length) if future.backwards else _repeated(seen)
+    at, job = next(coming, (inf, None))
+    for horizon in HORIZONS:
+        while job is not None and at < seen.at + horizon:
+            shadow.advance(at, terms)
+            shadow.put(Job(at, job.new, job.prompt, job.output), terms)
+            at, job = next(coming, (inf, None))
+        yield shadow.all_in_all(terms), shadow.requests
 
 
 def _mirrored(seen: Hindsight, length: float = 1.0) -> Iterator[tuple[float, Job]]:

@@ -9,6 +9,7 @@ import pytest
 from shoal.policies import hindsight
 from shoal.policies.hindsight import (
     AGAIN_SECONDS,
+    HORIZONS,
     Future,
     Hindsight,
     News,
@@ -130,6 +131,18 @@ def test_a_clump_is_not_a_burst_for_ever() -> None:
     assert foreseen(clump, SINGLES, 0.02, TERMS) < 0 < foreseen(steady, SINGLES, 0.02, TERMS)
 
 
+def test_what_pays_for_a_time_must_pay_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst that is expected to go on for a second is left again, if stops are short."""
+    here = seen(*rate(6, 9, NOW - 1), *rate(60, 1))
+    monkeypatch.setattr(hindsight, "FUTURES", (Future(),))
+    stops = (0.01, 2.0)
+    back = [foreseen(here, SINGLES, stop, TERMS) for stop in stops]
+    monkeypatch.setattr(hindsight, "HORIZONS", HORIZONS[-1:])
+    stays = [foreseen(here, SINGLES, stop, TERMS) for stop in stops]
+    assert back[0] > stays[0] + 1
+    assert back[1] == pytest.approx(stays[1])
+
+
 @pytest.mark.parametrize("stop", [0.02, 0.2])
 def test_without_requests_nothing_is_worth_a_switch(stop: float) -> None:
     empty = replace(seen(), latest=())
@@ -169,7 +182,7 @@ def test_what_staying_costs_is_found_out_once_for_all_candidates(
     assert shared == alone_each
     assert stays.keys() == {Future(length) for _, length in UNKNOWN_LENGTHS}
     # It is really used: where staying takes no time, nothing is worth a switch.
-    none = dict.fromkeys(stays, 0.0)
+    none = {future: tuple((0.0, 0) for _ in HORIZONS) for future in stays}
     assert foreseen(surge, SINGLES, 0.02, TERMS, UNKNOWN_LENGTHS, none) < 0 < shared[0]
     looks = []
     again = hindsight._again
