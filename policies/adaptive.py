@@ -40,7 +40,6 @@ from shoal.policies.hindsight import (
     raised,
     renewed,
     saved,
-    surges,
     terms_of,
 )
 from shoal.policies.lane import LINGER_SECONDS, lane_of
@@ -51,6 +50,7 @@ from shoal.policies.static import (
     place_group,
     with_singles,
 )
+from shoal.policies.surges import Surges
 from shoal.policies.switch_price import Account, fine_of, noise_of, price_of, verdicts_of
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
@@ -129,6 +129,7 @@ class Memory:
     """Requests on the node, smoothed over ``USUAL_SECONDS``, or over ``age`` while this is less."""
     squares: float = 0.0
     """The squares of their numbers, smoothed alike."""
+    surges: Surges = field(default_factory=Surges)
     behind: tuple[tuple[Partition, float], ...] = ()
     """By how many seconds of requests the node was slower than each partition would have been, up
     to when that one's shadow last began anew."""
@@ -207,7 +208,7 @@ def _by_hindsight(
     assert terms is not None
     gains, here = saved(seen, terms), snapshot.partition
     now = max(snapshot.requests, snapshot.smoothed_requests)
-    forecast, noise = Forecast(snapshot, model), noise_of(memory.usual, now)
+    noise, forecast = noise_of(memory.usual, now), Forecast(snapshot, model, watched=memory.age)
     prices = {c: price_of(noise, forecast.loss(c, memory.usual)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
@@ -220,22 +221,21 @@ def _by_hindsight(
         behind |= {c: regrets[c] for c in low}
     memory = replace(memory, shadows=seen, behind=tuple(behind.items()))
     # What was saved before a surge says nothing of it, and it is not noise.
-    surge = {c for c in gains if len(c) > len(here)} if surges(seen) else set[Partition]()
+    lasting = memory.surges.lasting(snapshot.now)
+    surge = {c for c in gains if len(c) > len(here)} if lasting else set[Partition]()
     gains |= {c: max(noise, gains[c]) for c in surge}
     accounts = {
         c: Account(saving, prices[c], fine_of(regrets, c, now), forecast.has_room(c))
         for c, saving in gains.items()
     }
     near = [c for c, one in accounts.items() if one.is_near or (one.has_room and c in surge)]
-    pause = WATCH_SECONDS if surge else LOOK_SECONDS
+    pause = memory.surges.pause(snapshot.now) if lasting else LOOK_SECONDS
     early = snapshot.since_switch < LEAST_SECONDS or snapshot.now - memory.looked < pause
     if not near or early:
         return Plan(dispatches, memory=memory, verdicts=verdicts_of(accounts, memory.foreseen))
     stops = {c: forecast.whole_stop(c) for c in near}
     stays, refill = Staying(), forecast.refill()
-    ahead = {
-        c: foreseen(seen, c, stop, terms, c in surge, stays, refill) for c, stop in stops.items()
-    }
+    ahead = {c: foreseen(seen, c, stop, terms, lasting, stays, refill) for c, stop in stops.items()}
     memory = replace(memory, looked=snapshot.now, foreseen=tuple(ahead.items()))
     worth = {c: brings - accounts[c].unpaid for c, brings in ahead.items()}
     best = max(worth, key=worth.__getitem__)
@@ -246,11 +246,10 @@ def _by_hindsight(
     if not (pays and sure):
         return Plan(dispatches, memory=memory, verdicts=verdicts)
     loss = forecast.loss(best, memory.usual)
-    regrets = {c: regret + loss for c, regret in regrets.items()}
     back = memory.wider is not None and memory.wider != wider
     chances = memory.chances.after_switch(snapshot.since_switch, back=back)
-    memory = replace(memory, behind=tuple(regrets.items()), wider=wider, agreed=None)
-    memory = replace(memory, chances=chances)
+    lost = tuple((c, regret + loss) for c, regret in regrets.items())
+    memory = replace(memory, behind=lost, wider=wider, agreed=None, chances=chances)
     return Plan(dispatches, best, "carry", _reason(snapshot, best), memory, verdicts=verdicts)
 
 
@@ -293,6 +292,7 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
         at=snapshot.now,
         age=age,
         shadows=seen,
+        surges=memory.surges.at(seen, len(memory.arrived)),
         arrived=(),
         placed=(),
         ended=(),

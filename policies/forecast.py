@@ -54,9 +54,8 @@ LEAST_ROOM = 0.15
 SWITCH_SECONDS = 0.004
 """Seconds of a switch beyond the step that is computed and the copies: messages and launches."""
 CACHE_SECONDS = 60.0
-"""How long it takes until requests find as much in the caches as before a switch. In Mooncake's
-conversation trace half of what is found was last used more than 105 s before, and a third within a
-minute."""
+"""For how long the loss of caches counts at most. In Mooncake's conversation trace half of what is
+found was last used more than 105 s before, and a third within a minute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,7 @@ class Forecast:
         lane: the group that these have to themselves.
         later: the partitions that the node may have after the next seconds; None: all that have one
             layout for all engines.
+        watched: for how many seconds the node was watched.
     """
 
     def __init__(
@@ -88,8 +88,10 @@ class Forecast:
         urgent: float = 0.0,
         lane: Unit | None = None,
         later: Sequence[Partition] | None = None,
+        watched: float = 0.0,
     ) -> None:
         self._snapshot = snapshot
+        self._watched = watched
         self._lane = lane
         self._model = model
         self._work = work_of(snapshot)
@@ -168,11 +170,19 @@ class Forecast:
         return stop + self.refill() * (1 + usual)
 
     def refill(self) -> float:
-        """Return the seconds in which the node computes again what the caches lose in a switch."""
+        """Return the seconds in which the node computes again what the caches lose in a switch.
+
+        What is used again soon is lost only once, such as a beginning that all prompts share. What
+        is used again only after longer than the node was watched cannot be known: at worst, all
+        that is found then is lost, but never more than is cached.
+        """
         snapshot = self._snapshot
         rate = snapshot.prompt_tokens / max(0.1, 1 - snapshot.hit_share) * snapshot.usual_rate
+        found = CACHE_SECONDS * snapshot.hit_share * rate
+        unknown = max(0.0, 1 - self._watched / CACHE_SECONDS) * found
+        cached = sum(unit.cached_tokens for unit in snapshot.units)
         token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
-        return CACHE_SECONDS * snapshot.hit_share * rate * token
+        return min(found, cached, snapshot.lost_tokens + unknown) * token
 
     def has_room(self, candidate: Partition) -> bool:
         """Return whether the requests that a switch moves can take their KV along.

@@ -5,10 +5,9 @@ model does not know cancels out. A shadow begins with the requests that are on t
 """
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil, inf, log, log1p
+from math import ceil, inf, log1p
 from typing import NamedTuple
 
 from shoal.policies.shadow import Decode, Job, Present, Shadow, Terms, fork, present
@@ -37,19 +36,35 @@ AGAIN_SECONDS = HORIZONS[-1]
 """It lets the requests of so many seconds come again."""
 LEAST_SECONDS = 1.0
 """The latest requests count as having come within at least this time."""
-SURGE_LENGTHS = ((1 / 2, 0.3), (1 / 3, 2.0), (1 / 6, 11.0))
-"""Probabilities of how many times as long as until now a surge will last. At least x times as long
-it lasts with 1 / (1 + x): these are the medians below 1, from 1 to 5, and above 5."""
-SURGE_WINDOWS = (0.1, 0.2, 0.4, 0.8, 1.6)
-"""A surge began about so many seconds ago."""
-SURGE_FACTOR = 2.0
-"""In a surge at least so many times as many requests come as ever in such a time before it."""
-SURGE_NATS = 10.0
-"""Logarithm of how much likelier these requests are in a surge than without one."""
-SURGE_BEFORE = 10
-"""So many requests must have come before it, or nobody knows what is usual."""
-
 TermsOf = Mapping[Layout, Terms]
+Length = tuple[str, int, bool]
+"""A request, its tokens, and whether they are no guess."""
+Lasting = tuple[tuple[float, float], ...]
+"""How many times as long as until now a surge will last, each after its probability."""
+
+
+class Beginning(NamedTuple):
+    """The shadows as they were when a trial began. No time passes in them, and nobody comes."""
+
+    there: Shadow
+    """The candidate's."""
+    here: Shadow
+    """The current partition's."""
+    unknown: frozenset[str]
+    """The requests of which the node has not said how long they are."""
+
+    def told(self, lengths: Iterable[Length], terms: TermsOf) -> "Beginning":
+        """Return them with what has become known of the requests."""
+        there, here, known = self.there.copy(), self.here.copy(), set[str]()
+        for key, tokens, is_known in lengths:
+            for shadow in (there, here):
+                shadow.expect(key, tokens, terms, known=is_known)
+            known |= {key} if is_known else set()
+        return Beginning(there, here, self.unknown - known)
+
+    def differ(self, terms: TermsOf) -> float:
+        """Return by how many seconds more the requests take in the candidate, if no other comes."""
+        return self.there.all_in_all(terms) - self.here.all_in_all(terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +72,24 @@ class Trial:
     """A candidate's shadow."""
 
     shadow: Shadow
-    kept: float
+    differ: float
     """By how many seconds more its requests were to take than the current partition's when it
     began: what only the requests of that moment would save is no saving."""
+    raised: float = 0.0
+    """What it counts as having saved beside that."""
+    first: Beginning | None = None
+    """From what ``differ`` follows, while some lengths in it are guesses. A wrong guess of how long
+    these requests will be would otherwise be taken for a saving, or for a loss, when they end."""
+
+    def told(self, lengths: Iterable[Length], terms: TermsOf) -> "Trial":
+        """Return the trial after what has become known of requests."""
+        if self.first is None:
+            return self
+        told = [one for one in lengths if one[0] in self.first.unknown]
+        if not told:
+            return self
+        first = self.first.told(told, terms)
+        return replace(self, differ=first.differ(terms), first=first if first.unknown else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +106,11 @@ class Hindsight:
     """The jobs of the last ``AGAIN_SECONDS``."""
     began: float = 0.0
     """Since when ``latest`` knows of them."""
+
+    @property
+    def span(self) -> float:
+        """The seconds of which the latest jobs are."""
+        return min(AGAIN_SECONDS, max(LEAST_SECONDS, self.at - self.began))
 
 
 class News(NamedTuple):
@@ -140,6 +175,7 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
     for key, cached in found.items():
         for shadow in shadows:
             shadow.find_cached(key, cached)
+    lengths = [(key, tokens, True) for key, tokens in news.ended]
     for shadow in shadows:
         shadow.advance(snapshot.now, terms)
         for key, tokens in news.ended:
@@ -150,10 +186,11 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
     for key, tokens in current.guesses():
         drawn += 1
         longer = longer_output(snapshot, drawn, tokens)
+        lengths.append((key, longer, False))
         for shadow in shadows:
             shadow.expect(key, longer, terms, known=False)
-    kept = tuple((p, Trial(shadow, t.kept)) for p, t, shadow in trials)
-    return Hindsight(snapshot.now, seen.here, current, kept, drawn, tuple(latest), seen.began)
+    told = tuple((p, replace(t.told(lengths, terms), shadow=shadow)) for p, t, shadow in trials)
+    return Hindsight(snapshot.now, seen.here, current, told, drawn, tuple(latest), seen.began)
 
 
 def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
@@ -163,7 +200,7 @@ def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
     """
     here = seen.current.all_in_all(terms)
     return {
-        partition: trial.kept + here - trial.shadow.all_in_all(terms)
+        partition: trial.raised + trial.differ + here - trial.shadow.all_in_all(terms)
         for partition, trial in seen.trials
     }
 
@@ -189,7 +226,7 @@ def foreseen(
     to: Partition,
     stop: float,
     terms: TermsOf,
-    surge: bool = False,
+    lasting: Lasting = (),
     stays: Staying | None = None,
     refill: float = 0.0,
 ) -> float:
@@ -206,8 +243,8 @@ def foreseen(
         to: the partition to which the node would switch.
         stop: seconds for which the switch stops requests.
         terms: what units can do.
-        surge: whether the latest requests are a surge (``surges``). It does go on, and nobody knows
-            for how long.
+        lasting: how long the present surge will last (``surges.py``); empty: there is none. A surge
+            does go on, and nobody knows for how long.
         stays: what the look at another candidate has found out of the present layout. What this
             look finds out of it is added.
         refill: seconds in which the node will compute again what its caches lose. They count as if
@@ -234,8 +271,8 @@ def foreseen(
             )
         )
 
-    if surge:
-        return sum(probability * worth(Future(length)) for probability, length in SURGE_LENGTHS)
+    if lasting:
+        return sum(probability * worth(Future(length)) for probability, length in lasting)
     return min(map(worth, FUTURES))
 
 
@@ -262,7 +299,7 @@ def _mirrored(seen: Hindsight, length: float = 1.0) -> Iterator[tuple[float, Job
     Of a node that was watched for less than that, the time before is not known. So they come to and
     fro. What took a second takes ``length`` seconds, in which so many times as many jobs come.
     """
-    span, due = _span(seen), 0.0
+    span, due = seen.span, 0.0
     for k in range(ceil(AGAIN_SECONDS / span / length)):
         last = 0.0
         for job in seen.latest if k % 2 else reversed(seen.latest):
@@ -278,63 +315,33 @@ def _mirrored(seen: Hindsight, length: float = 1.0) -> Iterator[tuple[float, Job
 
 def _repeated(seen: Hindsight) -> Iterator[tuple[float, Job]]:
     """Yield when the latest jobs come again as they came, from the first one to the last."""
-    span = _span(seen)
+    span = seen.span
     for k in range(ceil(AGAIN_SECONDS / span)):
         for job in seen.latest:
             yield max(seen.at + k * span, job.start + (k + 1) * span), job
 
 
-def _span(seen: Hindsight) -> float:
-    """Return the seconds of which the latest jobs are."""
-    return min(AGAIN_SECONDS, max(LEAST_SECONDS, seen.at - seen.began))
-
-
-def surges(seen: Hindsight) -> bool:
-    """Return whether requests suddenly come at a much higher rate, beyond doubt.
-
-    This is a sequential test for a new rate of a Poisson process (the likelihood ratio of CUSUM).
-    Where requests come in clumps, so many of them come at once that the ratio says less. So it is
-    divided by the variance of their number in a window, as a multiple of its mean.
-    """
-    span = _span(seen)
-    ages = [max(0.0, seen.at - job.start) for job in reversed(seen.latest)]
-    for window in SURGE_WINDOWS:
-        count = bisect_right(ages, window)
-        before = len(ages) - count
-        usual = before * window / max(window, span - window)
-        if before < SURGE_BEFORE or count < SURGE_FACTOR * _most(ages[count:], window):
-            continue
-        windows = Counter(int(ago / window) for ago in ages[count:]).values()
-        clumps = max(1.0, sum(n * n for n in windows) / before - usual)
-        if count * log(count / usual) - count + usual > SURGE_NATS * clumps:
-            return True
-    return False
-
-
-def _most(ages: Sequence[float], window: float) -> int:
-    """Return how many requests have come in one window at most, wherever it began.
-
-    Windows that begin at fixed times would count clumps of every three seconds one by one, where
-    those of the latest window are two.
-    """
-    return max(bisect_right(ages, ago + window) - first for first, ago in enumerate(ages))
-
-
 def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hindsight:
     """Return shadows of which those of some candidates begin again, from where the node is."""
-    here, base = present(seen.current), seen.current.all_in_all(terms)
+    here = present(seen.current)
     trials = []
     for partition, trial in seen.trials:
         if partition in again:
             shadow = fork((unit.layout for unit in partition), here, seen.at, terms)
-            trial = Trial(shadow, shadow.all_in_all(terms) - base)
+            trial = _begun(shadow, seen.current, terms)
         trials.append((partition, trial))
     return replace(seen, trials=tuple(trials))
 
 
+def _begun(there: Shadow, here: Shadow, terms: TermsOf) -> Trial:
+    """Return the trial of a shadow that has saved nothing so far."""
+    first = Beginning(there, here, frozenset(there.keys + here.keys))
+    return Trial(there, first.differ(terms), first=first)
+
+
 def raised(seen: Hindsight, by: Mapping[Partition, float]) -> Hindsight:
     """Return shadows of candidates that count as having saved so much more."""
-    trials = tuple((p, Trial(t.shadow, t.kept + by.get(p, 0.0))) for p, t in seen.trials)
+    trials = tuple((p, replace(t, raised=t.raised + by.get(p, 0.0))) for p, t in seen.trials)
     return replace(seen, trials=trials)
 
 
@@ -353,8 +360,7 @@ def moved(seen: Hindsight, to: Partition, terms: TermsOf) -> Hindsight:
 
 def levelled(seen: Hindsight, terms: TermsOf) -> Hindsight:
     """Return the shadows when nobody has saved anything beside the present partition."""
-    base = seen.current.all_in_all(terms)
-    trials = tuple((p, Trial(t.shadow, t.shadow.all_in_all(terms) - base)) for p, t in seen.trials)
+    trials = tuple((p, _begun(t.shadow, seen.current, terms)) for p, t in seen.trials)
     return replace(seen, trials=trials)
 
 

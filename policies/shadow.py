@@ -217,12 +217,21 @@ class Queue:
         count = len(self.running)
         steps = self.running[0].end - self.steps
         if until < inf or steps <= 1:
-            seconds = terms.decode.step(count, self.context, self.context, count)
+            seconds = self._turns(self.context, terms)
+            seconds *= terms.decode.step(count, self.context, self.context, count)
             steps = min(steps, ceil((until - self.clock) / seconds)) if until < inf else steps
         if steps > 1:
             context = self.context + count * (steps - 1) / 2
-            seconds = terms.decode.step(count, context, context, count)
+            seconds = self._turns(context, terms)
+            seconds *= terms.decode.step(count, context, context, count)
         self._step(steps, steps * seconds)
+
+    def _turns(self, context: float, terms: Terms) -> float:
+        """Return how many times as long each waits as if there were room for all at once.
+
+        A switch may bring more than there is room for.
+        """
+        return max(1.0, len(self.running) / terms.seats, context / terms.tokens)
 
     def _step(self, steps: int, seconds: float) -> None:
         """Let time pass in which every running request gets ``steps`` tokens."""
@@ -267,6 +276,12 @@ class Queue:
             if job.key:
                 self.guessed[job.key] = Guessed(self.clock, job.start, job.prompt + 1, 1)
         del self.waiting[:done]
+
+    @property
+    def keys(self) -> list[str]:
+        """The requests whose length is a guess."""
+        here = [one.key for one in self.running] + [job.key for job in self.waiting]
+        return [*filter(None, here), *self.guessed]
 
     def spent(self, now: float) -> float:
         """Return the seconds that requests have spent here until now."""
@@ -333,13 +348,17 @@ class Shadow:
         """Note that no request is on the node: those that nobody has told the end of are gone."""
         for queue in self.queues:
             queue.guessed.clear()
-            keys = [one.key for one in queue.running] + [job.key for job in queue.waiting]
-            for key in filter(None, keys):
+            for key in queue.keys:
                 queue.expect(key, 0, terms[queue.layout], known=True)
 
     def spent(self, now: float) -> float:
         """Return the seconds that requests have spent on all units until now."""
         return sum(queue.spent(now) for queue in self.queues)
+
+    @property
+    def keys(self) -> list[str]:
+        """The requests whose length is a guess."""
+        return [key for queue in self.queues for key in queue.keys]
 
     @property
     def requests(self) -> int:

@@ -16,6 +16,7 @@ from shoal.policies.adaptive import (
 )
 from shoal.policies.flying import FLYING
 from shoal.policies.lane import LINGER_SECONDS
+from shoal.policies.surges import Surges
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan
@@ -122,7 +123,7 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
     """But not a load that only wobbles, and not to wider units."""
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
     wobbles = reviews(GROWS, 60.0)
-    monkeypatch.setattr(adaptive, "surges", lambda _: True)
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
     assert reviews(GROWS, 60.0) == 1 < wobbles
     quiet = replace(chats(node(FOURS, {0: 1}, rate=2.0)), memory=Memory(-WATCH_SECONDS, age=60.0))
     monkeypatch.setattr(adaptive, "_candidates", lambda *_: iter((FOURS, TP)))
@@ -130,7 +131,7 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
 
 
 def test_a_surge_that_is_foreseen_to_lose_is_stayed_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptive, "surges", lambda _: True)
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
     assert reviews(GROWS, 5.0) == round(5.0 / WATCH_SECONDS)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -186,3 +187,19 @@ def test_a_risk_grows_from_none_to_certainty() -> None:
 def test_an_idle_node_has_a_best_layout() -> None:
     seen = node(FOURS, rate=0.0)
     assert cost(seen, TP) < cost(seen, FOURS) < cost(seen, DP)
+
+
+def test_what_is_used_again_soon_is_lost_only_once() -> None:
+    """And of what is used again later nobody knows before the node was watched for as long."""
+    seen = replace(node(DP, {0: 4}, rate=4.0), hit_share=0.5, prompt_tokens=1000.0)
+
+    def refill(watched: float, lost: float, cached: int = 10**6) -> float:
+        units = tuple(replace(unit, cached_tokens=cached // 8) for unit in seen.units)
+        known = replace(seen, lost_tokens=lost, units=units)
+        return Forecast(known, MODEL, watched=watched).refill()
+
+    unknown, half, known = (refill(watched, 600.0) for watched in (0.0, 30.0, 1e9))
+    assert unknown == refill(1e9, inf) > 0
+    assert half == pytest.approx(unknown / 2 + known)
+    assert known == pytest.approx(unknown / 400)
+    assert refill(0.0, inf, cached=2400) == pytest.approx(unknown / 100)

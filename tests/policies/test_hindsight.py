@@ -10,8 +10,6 @@ from shoal.policies import hindsight
 from shoal.policies.hindsight import (
     AGAIN_SECONDS,
     HORIZONS,
-    SURGE_BEFORE,
-    SURGE_LENGTHS,
     Future,
     Hindsight,
     News,
@@ -22,10 +20,11 @@ from shoal.policies.hindsight import (
     foreseen,
     levelled,
     moved,
+    renewed,
     saved,
-    surges,
 )
 from shoal.policies.shadow import Job, Queue, Shadow, Terms
+from shoal.policies.surges import UNKNOWN_LENGTHS
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout, alone
 from shoal.policies.values.pace import Pace
@@ -165,44 +164,12 @@ def test_for_longer_they_come_more_often() -> None:
     assert next(at - NOW for at, _ in _mirrored(jobs, 0.5)) == 1, "every other one comes"
 
 
-@pytest.mark.parametrize(("seconds", "per_second"), [(0.2, 140), (0.4, 96), (0.8, 72)])
-def test_a_surge_is_noticed_within_a_second(seconds: float, per_second: float) -> None:
-    assert surges(after(QUIET, seconds, per_second))
-
-
-@pytest.mark.parametrize("seconds", [0.2, 0.5, 1, 2, 4])
-def test_a_wobble_is_no_surge(seconds: float) -> None:
-    assert not surges(after(QUIET, seconds, 24 * 1.3))
-    assert not surges(after(QUIET, seconds, 24 * 0.5))
-
-
-def test_a_clump_among_clumps_is_no_surge() -> None:
-    clumps = [NOW - 0.01 - second for second in range(9, -1, -1) for _ in range(12)]
-    assert not surges(seen(*clumps))
-    larger = [NOW - 0.01] * 6
-    assert not surges(seen(*clumps, *larger))
-    assert surges(seen(*clumps[:-12], *[NOW - 0.01] * 100))
-
-
-def test_two_clumps_that_one_window_holds_are_no_surge() -> None:
-    """The latest window of 1.6 s has two of them, and so had others."""
-    clumps = [NOW - 0.01 - 1.5 * k for k in range(6, -1, -1) for _ in range(7)]
-    assert not surges(seen(*clumps, *[NOW - 0.01] * 4, *[NOW - 1.51] * 3))
-
-
-def test_where_nobody_knows_what_is_usual_nothing_is_a_surge() -> None:
-    few = rate(SURGE_BEFORE / AGAIN_SECONDS, AGAIN_SECONDS)
-    assert surges(after(few, 0.2, 140))
-    assert not surges(after(few[1:], 0.2, 140))
-    assert not surges(seen())
-
-
 def test_a_surge_of_unknown_length_is_worth_a_switch_before_it_has_lasted() -> None:
     """It may end at once, which costs little, or go on for seconds, which costs much."""
     at_first, later = after(QUIET, 0.3, 140), after(QUIET, 1.0, 140)
-    known, unknown = (foreseen(at_first, SINGLES, 0.02, TERMS, surge) for surge in (False, True))
+    known, unknown = (foreseen(at_first, SINGLES, 0.02, TERMS, it) for it in ((), UNKNOWN_LENGTHS))
     assert known < unknown
-    assert foreseen(later, SINGLES, 0.02, TERMS, True) > unknown
+    assert foreseen(later, SINGLES, 0.02, TERMS, UNKNOWN_LENGTHS) > unknown
 
 
 def test_what_staying_costs_is_found_out_once_for_all_candidates(
@@ -211,18 +178,18 @@ def test_what_staying_costs_is_found_out_once_for_all_candidates(
     """And each candidate is worth, to the last bit, what it is worth alone."""
     surge, stays = after(QUIET, 0.3, 140), hindsight.Staying()
     stops = (0.02, 0.2)
-    alone_each = [foreseen(surge, SINGLES, stop, TERMS, True) for stop in stops]
-    shared = [foreseen(surge, SINGLES, stop, TERMS, True, stays) for stop in stops]
+    alone_each = [foreseen(surge, SINGLES, stop, TERMS, UNKNOWN_LENGTHS) for stop in stops]
+    shared = [foreseen(surge, SINGLES, stop, TERMS, UNKNOWN_LENGTHS, stays) for stop in stops]
     assert shared == alone_each
-    assert stays.keys() == {Future(length) for _, length in SURGE_LENGTHS}
+    assert stays.keys() == {Future(length) for _, length in UNKNOWN_LENGTHS}
     # It is really used: where staying takes no time, nothing is worth a switch.
     none = {future: tuple((0.0, 0) for _ in HORIZONS) for future in stays}
-    assert foreseen(surge, SINGLES, 0.02, TERMS, True, none) < 0 < shared[0]
+    assert foreseen(surge, SINGLES, 0.02, TERMS, UNKNOWN_LENGTHS, none) < 0 < shared[0]
     looks = []
     again = hindsight._again
     monkeypatch.setattr(hindsight, "_again", lambda *args: looks.append(args) or again(*args))
-    foreseen(surge, SINGLES, 0.02, TERMS, True, stays)
-    assert len(looks) == len(SURGE_LENGTHS), "only what leaving costs"
+    foreseen(surge, SINGLES, 0.02, TERMS, UNKNOWN_LENGTHS, stays)
+    assert len(looks) == len(UNKNOWN_LENGTHS), "only what leaving costs"
 
 
 def test_after_a_switch_the_node_has_the_requests_that_it_took_along() -> None:
@@ -243,3 +210,35 @@ def test_after_a_switch_the_node_has_the_requests_that_it_took_along() -> None:
     node = replace(snapshot(*(unit(one, requests=7) for one in SINGLES)), now=NOW)
     told = follow(now, node, News((), (), ()), TERMS)
     assert saved(levelled(told, TERMS), TERMS) == {GROUP: pytest.approx(0.0)}
+
+
+def test_a_wrong_guess_of_lengths_is_no_saving() -> None:
+    """A trial begins with requests that seem long, and would end earlier in single engines."""
+    here = Shadow([Queue(GROUP[0].layout, NOW)])
+    for k in range(20):
+        here.put(Job(NOW, 10, 10, 1000, str(k)), TERMS)
+    here.advance(NOW + 0.05, TERMS)
+    blank = Trial(here, 0.0)
+    before = Hindsight(NOW + 0.05, GROUP, here, ((SINGLES, blank),))
+    trial = renewed(before, [SINGLES], TERMS)
+    assert saved(trial, TERMS) == {SINGLES: pytest.approx(0.0)}
+    told = News((), (), tuple((str(k), 20) for k in range(20)))
+    # The node has one more request, or all that it has not heard of would count as gone.
+    node = replace(snapshot(unit(GROUP[0], requests=1)), now=NOW + 0.1)
+    known = follow(trial, node, told, TERMS)
+    assert abs(saved(known, TERMS)[SINGLES]) < 0.2
+    assert dict(known.trials)[SINGLES].first is None, "nothing in it is a guess any more"
+    never = replace(trial, trials=((SINGLES, replace(dict(trial.trials)[SINGLES], first=None)),))
+    assert abs(saved(follow(never, node, told, TERMS), TERMS)[SINGLES]) > 10
+
+
+def test_a_trial_is_told_of_its_own_requests_only() -> None:
+    here = Shadow([Queue(GROUP[0].layout, NOW)])
+    here.put(Job(NOW, 10, 10, 100, "old"), TERMS)
+    begun = renewed(Hindsight(NOW, GROUP, here, ((SINGLES, Trial(here, 0.0)),)), [SINGLES], TERMS)
+    trial = dict(begun.trials)[SINGLES]
+    assert trial.told([("new", 7, True)], TERMS) is trial
+    longer = trial.told([("old", 200, False)], TERMS)
+    assert longer.first is not None
+    assert longer.first.here.all_in_all(TERMS) > trial.differ
+    assert longer.told([("old", 200, True)], TERMS).first is None

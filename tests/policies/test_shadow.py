@@ -154,3 +154,17 @@ def test_where_nothing_decodes_it_computes_a_whole_step() -> None:
     one = shadow(Job(0.0, 8192, 8192, 10))
     one.advance(STEP / 2, terms)
     assert (one.queues[0].steps, one.queues[0].waiting) == (1, [])
+
+
+@pytest.mark.parametrize("short", ["seats", "tokens"])
+def test_requests_for_which_there_is_no_room_wait_for_their_turn(short: str) -> None:
+    """A switch may bring more to a unit than it can decode at once."""
+    one = Shadow([Queue(DP, 0.0)])
+    for _ in range(8):
+        one.queues[0].decode(0.0, 100, 50)
+    narrow = TERMS._replace(seats=4) if short == "seats" else TERMS._replace(tokens=500)
+    wide, late = one.all_in_all(ALL), one.all_in_all({DP: narrow})
+    assert wide == pytest.approx(8 * 50 * STEP)
+    assert late == pytest.approx(2 * wide, rel=0.1)
+    one.advance(1.0, {DP: narrow})
+    assert 1.0 <= one.queues[0].clock < 1.0 + 3 * STEP

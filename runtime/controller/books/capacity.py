@@ -115,7 +115,7 @@ class Capacity:
             prompt_tokens=self._lengths.prompt,
             output_tokens=self._lengths.output,
             outputs=self._lengths.outputs,
-            hit_share=self._prefixes.hit_share,
+            **self._prefixes.hits._asdict(),
             smoothed_requests=demand.smoothed_requests,
             since_switch=since_switch,
             since_urgent=demand.since_urgent(now),

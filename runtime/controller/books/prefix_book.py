@@ -8,6 +8,7 @@ something else. A wrong guess costs time, and nothing else.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.controller.books.prompt_hashes import PromptHashes
@@ -23,6 +24,9 @@ class UnitPrefixes:
         self.tokens = 0
         """Tokens of all stretches."""
         self._stretches: OrderedDict[int, int] = OrderedDict()
+        """The tokens of each."""
+        self._used: dict[int, int] = {}
+        """When each was last used."""
 
     def __len__(self) -> int:
         return len(self._stretches)
@@ -36,11 +40,20 @@ class UnitPrefixes:
             found += 1
         return found
 
-    def put(self, prompt: PromptHashes) -> None:
+    def idle(self, prompt: PromptHashes, stretches: int, now: int) -> int:
+        """Return for how long each token of a prompt's first stretches was not used, added up."""
+        known = prompt.hashes[:stretches]
+        tokens = [self._stretches[stretch] for stretch in known]
+        return now * sum(tokens) - sum(
+            self._used[one] * n for one, n in zip(known, tokens, strict=True)
+        )
+
+    def put(self, prompt: PromptHashes, now: int = 0) -> None:
         """Note that a prompt is computed, or was used until now.
 
         Of one prompt the end goes first, as in vLLM: without what comes before it, it is useless.
         """
+        self._used.update(dict.fromkeys(prompt.hashes, now))
         for index in reversed(range(len(prompt.hashes))):
             stretch = prompt.hashes[index]
             if stretch in self._stretches:
@@ -53,7 +66,22 @@ class UnitPrefixes:
     def fit(self, tokens: int) -> None:
         """Forget what does not fit into a cache of ``tokens`` tokens."""
         while self.tokens > tokens:
-            self.tokens -= self._stretches.popitem(last=False)[1]
+            stretch, gone = self._stretches.popitem(last=False)
+            del self._used[stretch]
+            self.tokens -= gone
+
+
+class Hits(NamedTuple):
+    """What requests find in the cache of their unit."""
+
+    hit_share: float
+    """Share of their prompt tokens."""
+    lost_tokens: float
+    """Tokens that requests would not find if all caches were lost now.
+
+    If what requests find was last used n tokens of prompts ago, then this is what the next n tokens
+    of prompts would have found: after them, all that is found has been used since then.
+    """
 
 
 class PrefixBook:
@@ -68,12 +96,17 @@ class PrefixBook:
     def __init__(self, capacity: Callable[[Unit], int]) -> None:
         self._capacity = capacity
         self._units: dict[Unit, UnitPrefixes] = {}
-        self._asked = self._found = 0.0
+        self._asked = self._found = self._idle = 0.0
+        self._now = 0
+        """Prompt tokens of all requests so far: the clock by which it is told what is used again,
+        and how soon."""
 
     @property
-    def hit_share(self) -> float:
-        """Share of the latest requests' prompt tokens that were expected in their unit's cache."""
-        return self._found / self._asked if self._asked else 0.0
+    def hits(self) -> Hits:
+        """What the latest requests were expected to find."""
+        if not self._asked:
+            return Hits(0.0, 0.0)
+        return Hits(self._found / self._asked, self._idle / self._asked)
 
     def tokens(self, unit: Unit) -> int:
         """Return how many tokens of prompts a unit has cached."""
@@ -102,16 +135,20 @@ class PrefixBook:
         Returns:
             How many of the tokens are expected in the unit's cache.
         """
-        found = prompt.tokens(self.where(prompt, (unit,)).get(unit, 0))
+        stretches = self.where(prompt, (unit,)).get(unit, 0)
+        found = prompt.tokens(stretches)
+        idle = self._units[unit].idle(prompt, stretches, self._now) if stretches else 0
         self._asked = SHARE_KEPT * self._asked + tokens
         self._found = SHARE_KEPT * self._found + found
+        self._idle = SHARE_KEPT * self._idle + idle
         self.use(prompt, unit)
+        self._now += tokens
         return found
 
     def use(self, prompt: PromptHashes, unit: Unit) -> None:
         """Note that a unit has a prompt in its blocks, or had it until now."""
         if prompt.hashes:
-            self._units.setdefault(unit, UnitPrefixes()).put(prompt)
+            self._units.setdefault(unit, UnitPrefixes()).put(prompt, self._now)
 
     def fit(self) -> None:
         """Forget what units cannot have kept."""

@@ -154,7 +154,34 @@ def test_it_is_known_where_a_prompt_was_sent() -> None:
     assert node.book.where(prompt, (ONE,)) == {}
     whole = node.book.tokens(TWO)
     assert node.place(prompt, TWO) == whole > 800
-    assert node.book.hit_share == pytest.approx(whole / 2000, rel=0.01)
+    assert node.book.hits.hit_share == pytest.approx(whole / 2000, rel=0.01)
+
+
+def test_what_is_used_again_at_once_is_lost_only_once() -> None:
+    """Half of the tokens are found, and what is lost with the caches depends on how soon."""
+
+    def lost(order: str) -> float:
+        node = Node()
+        for name in order:
+            node.place(hashes(tokens(name, 1000)), ONE)
+        assert node.book.hits.hit_share == pytest.approx(0.45, abs=0.05)
+        return node.book.hits.lost_tokens
+
+    soon, late = lost("aabbccdd"), lost("abcdabcd")
+    # What is found was used one prompt ago, or four.
+    assert soon == pytest.approx(450, rel=0.1)
+    assert late == pytest.approx(4 * soon, rel=0.02)
+    assert Node().book.hits.lost_tokens == 0.0
+
+
+def test_what_was_used_until_now_is_young() -> None:
+    node, prompt = Node(), hashes(tokens("a", 1000))
+    node.place(prompt, ONE)
+    for other in "bc":
+        node.place(hashes(tokens(other, 1000)), ONE)
+    node.book.use(prompt, ONE)
+    node.place(prompt, ONE)
+    assert node.book.hits.lost_tokens == 0.0
 
 
 def test_one_that_reads_no_cache_finds_nothing_and_leaves_something() -> None:

@@ -1,0 +1,148 @@
+"""Surges: sudden times in which requests come at a much higher rate.
+
+Nobody knows how long a surge will last. But those of a node are often alike, so it may last as long
+as one of the latest. Or it is like none of them. Then it lasts at least x times as long as it has
+lasted with a probability of 1 / (1 + x).
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf, log
+
+from shoal.policies.hindsight import Hindsight, Lasting
+
+UNKNOWN_LENGTHS = ((1 / 2, 0.3), (1 / 3, 2.0), (1 / 6, 11.0))
+"""Probabilities of how many times as long as until now a surge will last that is like none before:
+these are the medians of what is below 1, from 1 to 5, and above 5."""
+KEPT = 3
+"""So many of the latest surges say how long the next one may last."""
+ALIKE = 2.0
+"""A surge may still be like one that was so many times shorter."""
+LEAST_LEFT = 0.25
+"""It then lasts for this share of its time longer, at least."""
+WINDOWS = (0.1, 0.2, 0.4, 0.8, 1.6)
+"""A surge began about so many seconds ago."""
+END_WINDOWS = (*WINDOWS, 3.2, 6.4)
+"""It ended about so many seconds ago."""
+FACTOR = 2.0
+"""In a surge at least so many times as many requests come as ever in such a time before it."""
+BEGIN_NATS = 10.0
+"""Logarithm of how much likelier the latest requests are in a surge than without one."""
+END_NATS = 5.0
+"""Logarithm of how much likelier they are after a surge than in it."""
+BEFORE = 10
+"""So many requests must have come before it, or nobody knows what is usual."""
+PAUSE = 0.1
+"""Share of a surge's time until now after which it is worth another look."""
+LONGEST_SECONDS = 10.0
+"""What has lasted for so long is no surge any more, but usual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surges:
+    """The surge that there is, and how long the latest ones have lasted."""
+
+    began: float | None = None
+    """When the present one began; None: there is none."""
+    usual: float = 0.0
+    """Requests per second before it."""
+    count: int = 0
+    """Requests that have come in it."""
+    clumps: float = 1.0
+    """See ``_begun``."""
+    lengths: tuple[float, ...] = ()
+    """Seconds."""
+    ended: float = -inf
+    """When the latest one ended."""
+
+    def at(self, seen: Hindsight, new: int) -> "Surges":
+        """Return them as they are now.
+
+        Args:
+            seen: the requests that have come.
+            new: how many have come since the last time.
+        """
+        if self.began is None or self.began < seen.began:
+            return replace(self, began=None)._begun(seen)
+        age, count = self._age(seen.at), self.count + new
+        ended = self._ended_before(seen, age, count)
+        if ended is None and age < LONGEST_SECONDS:
+            return replace(self, count=count)
+        return self._over(seen.at - (ended or 0.0))
+
+    def _ended_before(self, seen: Hindsight, age: float, count: int) -> float | None:
+        """Return how many seconds ago the surge has ended; None: it has not, as far as one sees."""
+        ages, best, least = _ages(seen), None, END_NATS * self.clumps
+        for window in END_WINDOWS:
+            if window >= age:
+                break
+            lately = bisect_right(ages, window)
+            rate = (count - lately) / (age - window)
+            if rate > self.usual:
+                nats = (rate - self.usual) * window - lately * log(rate / self.usual)
+                if nats > least:
+                    best, least = window, nats
+        return best
+
+    def pause(self, now: float) -> float:
+        """Return how many seconds to wait between two looks at what it will bring."""
+        return PAUSE * self._age(now)
+
+    def lasting(self, now: float) -> Lasting:
+        """Return how many times as long as until now it will last, each after its probability."""
+        if self.began is None:
+            return ()
+        age = self._age(now)
+        alike = sorted(length for length in self.lengths if age < ALIKE * length)
+        if not alike:
+            return UNKNOWN_LENGTHS
+        share = 1 / (1 + len(alike))
+        more = max(LEAST_LEFT, alike[len(alike) // 2] / age - 1)
+        return (*((share * one, times) for one, times in UNKNOWN_LENGTHS), (1 - share, more))
+
+    def _age(self, now: float) -> float:
+        return 0.0 if self.began is None else max(WINDOWS[0], now - self.began)
+
+    def _begun(self, seen: Hindsight) -> "Surges":
+        """Return them with a surge, if requests suddenly come at a much higher rate, beyond doubt.
+
+        This is a sequential test for a new rate of a Poisson process (the likelihood ratio of
+        CUSUM). Where requests come in clumps, so many of them come at once that the ratio says
+        less. So it is divided by the variance of their number in a window, as a multiple of its
+        mean. The test for the end of a surge is the same.
+        """
+        ages, span = _ages(seen), seen.span
+        for window in WINDOWS:
+            if window > seen.at - self.ended:
+                break
+            count = bisect_right(ages, window)
+            before = len(ages) - count
+            usual = before * window / max(window, span - window)
+            if before < BEFORE or count < FACTOR * _most(ages[count:], window):
+                continue
+            windows = Counter(int(ago / window) for ago in ages[count:]).values()
+            clumps = max(1.0, sum(n * n for n in windows) / before - usual)
+            if count * log(count / usual) - count + usual > BEGIN_NATS * clumps:
+                began, rate = seen.at - window, usual / window
+                return Surges(began, rate, count, clumps, self.lengths, self.ended)
+        return self
+
+    def _over(self, at: float) -> "Surges":
+        length = 0.0 if self.began is None else at - self.began
+        return Surges(lengths=(*self.lengths, length)[-KEPT:], ended=at)
+
+
+def _ages(seen: Hindsight) -> list[float]:
+    """Return how many seconds ago each of the latest requests came, the latest one first."""
+    return [max(0.0, seen.at - job.start) for job in reversed(seen.latest)]
+
+
+def _most(ages: Sequence[float], window: float) -> int:
+    """Return how many requests have come in one window at most, wherever it began.
+
+    Windows that begin at fixed times would count clumps of every three seconds one by one, where
+    those of the latest window are two.
+    """
+    return max(bisect_right(ages, ago + window) - first for first, ago in enumerate(ages))
