@@ -85,9 +85,9 @@ def test_carried_requests_go_on_with_the_right_tokens(node: RealNode) -> None:
 
 def test_a_member_that_reads_no_latent_changes_the_tokens(node: RealNode) -> None:
     node.switch()
-    expected = node.generate_spread(singles(2), CARRIED, TOKENS)
+    expected = node.generate_spread(singles(2), CARRIED, 60)
     node.probe(1, probes.read_nothing, True)
-    found, _ = carried(node, TOKENS)
+    found, _ = carried(node, 60)  # with fewer tokens some may end before they are carried
     node.probe(1, probes.read_nothing, False)
     assert all(one != other for one, other in zip(found, expected, strict=True))
 
