@@ -30,6 +30,11 @@ class FakeBlocks:
         """The free ids, in the order in which they are given out."""
         return list(self._free)
 
+    @property
+    def cached(self) -> int:
+        """How many blocks are cached, free or held."""
+        return len(self._hashes)
+
     def uncached(self, enough: int) -> int:
         """Return how many ids come before the first that caches something; count to ``enough``."""
         first = takewhile(lambda block: block not in self._hashes, self._free)
