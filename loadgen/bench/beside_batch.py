@@ -80,12 +80,11 @@ def people(rate: float, seconds: float, seed: int, load: str = "mixed") -> list[
     return sorted(made, key=lambda arrival: arrival.at)
 
 
-def batch(count: int, seed: int) -> list[Arrival]:
+def batch(count: int, seed: int, priority: int = BACKGROUND_PRIORITY) -> list[Arrival]:
     """Return the requests of a batch: prompts of 100 to 1,500 tokens, outputs of 20 to 300."""
     rng = random.Random(f"batch {seed}")
     return [
-        Arrival(0.0, rng.randint(100, 1500), rng.randint(20, 300), BACKGROUND_PRIORITY)
-        for _ in range(count)
+        Arrival(0.0, rng.randint(100, 1500), rng.randint(20, 300), priority) for _ in range(count)
     ]
 
 
