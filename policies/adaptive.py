@@ -130,6 +130,7 @@ class Memory:
     squares: float = 0.0
     """The squares of their numbers, smoothed alike."""
     surges: Surges = field(default_factory=Surges)
+    """The present surge of requests, and what is known of earlier ones."""
     behind: tuple[tuple[Partition, float], ...] = ()
     """By how many seconds of requests the node was slower than each partition would have been, up
     to when that one's shadow last began anew."""

@@ -14,8 +14,8 @@ from math import inf, log
 from shoal.policies.hindsight import Hindsight, Lasting
 
 UNKNOWN_LENGTHS = ((1 / 2, 0.3), (1 / 3, 2.0), (1 / 6, 11.0))
-"""Probabilities of how many times as long as until now a surge will last that is like none before:
-these are the medians of what is below 1, from 1 to 5, and above 5."""
+"""What ``lasting`` returns of a surge that is like none before. The lengths are the medians of
+those below 1, of those from 1 to 5, and of those above 5."""
 KEPT = 3
 """So many of the latest surges say how long the next one may last."""
 ALIKE = 2.0
@@ -81,7 +81,7 @@ class Surges:
             lately = bisect_right(ages, window)
             rate = (count - lately) / (age - window)
             if rate > self.usual:
-                nats = (rate - self.usual) * window - lately * log(rate / self.usual)
+                nats = _nats(lately, self.usual * window, rate * window)
                 if nats > least:
                     best, least = window, nats
         return best
@@ -124,7 +124,7 @@ class Surges:
                 continue
             windows = Counter(int(ago / window) for ago in ages[count:]).values()
             clumps = max(1.0, sum(n * n for n in windows) / before - usual)
-            if count * log(count / usual) - count + usual > BEGIN_NATS * clumps:
+            if _nats(count, count, usual) > BEGIN_NATS * clumps:
                 began, rate = seen.at - window, usual / window
                 return Surges(began, rate, count, clumps, self.lengths, self.ended)
         return self
@@ -132,6 +132,17 @@ class Surges:
     def _over(self, at: float) -> "Surges":
         length = 0.0 if self.began is None else at - self.began
         return Surges(lengths=(*self.lengths, length)[-KEPT:], ended=at)
+
+
+def _nats(count: int, expected: float, otherwise: float) -> float:
+    """Return the logarithm of how much likelier it is that so many requests come.
+
+    Args:
+        count: how many.
+        expected: their mean number at one rate.
+        otherwise: the same at the rate with which it is compared.
+    """
+    return count * log(expected / otherwise) - expected + otherwise
 
 
 def _ages(seen: Hindsight) -> list[float]:

@@ -64,7 +64,9 @@ def _beside(new: Times, others: Sequence[Times]) -> tuple[float, float, float] |
 
 
 def _steps(times: Times, marks: Times) -> tuple[float, float, float] | None:
-    """Return the same of one request; None: its tokens do not come at these moments.
+    """Return the usual step, that with the prompt and the next one, as one request has seen them.
+
+    None: its tokens do not come at the same moments as those of the new request.
 
     Args:
         times: its tokens.
@@ -72,7 +74,7 @@ def _steps(times: Times, marks: Times) -> tuple[float, float, float] | None:
     """
     at = bisect_left(times, marks[0] - TOGETHER_SECONDS)
     if at < 4 or at + len(marks) > len(times):
-        return None
+        return None  # two steps before that with the prompt are looked at
     together = zip(times[at:], marks, strict=False)
     if any(abs(time - mark) > TOGETHER_SECONDS for time, mark in together):
         return None

@@ -85,17 +85,17 @@ class Pace:
             pairs: see ``device``.
             decodes: requests that decode. They take time of the host.
         """
-        device = self.device(tokens, context, pairs)
+        return self._with_host(self.device(tokens, context, pairs), decodes)
+
+    def _with_host(self, device: float, decodes: float) -> float:
+        """Return the time of a step whose devices and links take so long."""
         launches = self.mixed_host if decodes else self.host
         host = self.overhead + self.request * decodes
         return (device if device > launches else launches) + host
 
     def computed(self, tokens: float, context: float, pairs: float, decodes: float) -> float:
         """Return the corrected time of a step that has all weights in its own memory."""
-        device = self._computing(tokens, context, pairs)
-        launches = self.mixed_host if decodes else self.host
-        host = self.overhead + self.request * decodes
-        roofline = (device if device > launches else launches) + host
+        roofline = self._with_host(self._computing(tokens, context, pairs), decodes)
         corrected = self.slope * roofline + self.offset
         return min(self.most * roofline, max(roofline / self.most, corrected))
 

@@ -275,8 +275,8 @@ class Snapshot:
     hit_share: float = 0.0
     """Share of the latest requests' prompt tokens that were expected in prefix caches."""
     lost_tokens: float = math.inf
-    """Prompt tokens that requests would compute again if all prefix caches were lost now, by how
-    long ago what the latest requests found there was last used; infinite: unknown."""
+    """Prompt tokens that requests would compute again if all prefix caches were lost now. It
+    follows from how soon requests use again what is cached. Infinite: nobody knows."""
     smoothed_requests: float = 0.0
     """Requests on the node, waiting or not, smoothed over ``SMOOTHING_SECONDS``, without background
     requests."""
