@@ -1,6 +1,9 @@
 """Which mode each step of a group takes: the leader's choice, told to the members with the step."""
 
+from typing import Any
+
 from shoal.policies.values.layouts import Layout
+from shoal.runtime.engine.agent.full_graph_steps import LONGEST_CONTEXT, longest_context
 from shoal.runtime.protocol.messages import Mode
 
 
@@ -11,22 +14,41 @@ class Shift:
     does not, because every member would read all the weights for a few tokens each.
 
     Args:
-        floor: a step in SP batches more tokens than this: the size of the largest captured CUDA
-            graph, 0 where there are none. None: the unit cannot run SP at all.
+        floor: a step in SP batches more tokens than this: the size of vLLM's largest CUDA graph, 0
+            where there are none. None: the unit cannot run SP at all.
         threshold: see ``threshold``.
+        full_graph_tokens: the same for full graphs of steps with prompts, which not all steps can
+            replay (``full_graph_steps``); 0: there are none.
     """
 
-    def __init__(self, floor: int | None, threshold: int | None = None) -> None:
-        self.floor = floor
+    def __init__(
+        self, floor: int | None, threshold: int | None = None, full_graph_tokens: int = 0
+    ) -> None:
+        self._floor = floor
+        self._full_graph_tokens = full_graph_tokens
         self.threshold = threshold
         """Steps that batch more tokens than this run in SP; None: none does. It may be set at any
         time and counts from the next step on."""
 
-    def mode(self, num_tokens: int) -> Mode:
-        """Return the mode of a step that batches ``num_tokens`` tokens."""
-        if self.floor is None or self.threshold is None:
+    @property
+    def floor(self) -> int | None:
+        """A step in SP batches more tokens than this, unless a context is long; None: no SP."""
+        return None if self._floor is None else max(self._floor, self._full_graph_tokens)
+
+    def mode(self, num_tokens: int, scheduler_output: Any = None) -> Mode:
+        """Return the mode of a step.
+
+        Args:
+            num_tokens: tokens that it batches.
+            scheduler_output: vLLM's, if there is one.
+        """
+        floor = self._floor
+        if floor is None or self.threshold is None:
             return Mode.TP
-        return Mode.SP if num_tokens > max(self.floor, self.threshold) else Mode.TP
+        if floor < num_tokens <= self._full_graph_tokens:
+            context = 0 if scheduler_output is None else longest_context(scheduler_output)
+            floor = self._full_graph_tokens if context <= LONGEST_CONTEXT else floor
+        return Mode.SP if num_tokens > max(floor, self.threshold) else Mode.TP
 
 
 def sp_floor(layout: Layout, max_sp: int, captured: int) -> int | None:

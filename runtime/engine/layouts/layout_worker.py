@@ -19,10 +19,11 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from shoal.policies.values.layouts import DP, Layout, Unit
 from shoal.runtime.engine.groups.communicators import Communicators
 from shoal.runtime.engine.kv.kv_cache import BlockMap, SharedKVBuffer
+from shoal.runtime.engine.layouts.full_graphs import FullGraphs
 from shoal.runtime.engine.layouts.introductions import Introductions
 from shoal.runtime.engine.layouts.seeded_sampling import thrown_away_unseeded
 from shoal.runtime.engine.layouts.token_table import take_arrays
-from shoal.runtime.engine.link.instructions import Begun
+from shoal.runtime.engine.link.instructions import FULL_GRAPH_TOKENS, Begun
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights, owned_bytes
 from shoal.runtime.protocol.messages import Mode
@@ -68,6 +69,8 @@ class LayoutWorker:
         self.executions: dict[Mode, Execution] = {Mode.TP: nullcontext()}
         """How steps run, by mode. vLLM's unchanged worker runs those of ``TP``; code that enables
         other modes adds them here."""
+        self.full_graphs: FullGraphs | None = None
+        """Full CUDA graphs of the layout's steps with prompts."""
         self.watch_captures: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
         """Makes of the layout's model a context in which vLLM warms up and captures CUDA graphs."""
         self.introductions = Introductions(self._physical)
@@ -158,6 +161,8 @@ class LayoutWorker:
         """Run a method of vLLM's worker in this layout (``vllm.v1.serial_utils.run_method``)."""
         if method == "determine_available_memory":
             return self._available_memory()
+        if method == FULL_GRAPH_TOKENS:
+            return 0 if self.full_graphs is None else self.full_graphs.largest
         captures = method == "compile_or_warm_up_model"
         watched = self.watch_captures(self.model) if captures else nullcontext()
         with self.active(), self._buffer.in_use(), watched:
@@ -192,6 +197,8 @@ class LayoutWorker:
         execution = self.executions.get(mode)
         if execution is None:
             raise RuntimeError(f"{self.layout.name} was not started to run steps of mode {mode}")
+        if self.full_graphs is not None:
+            self.full_graphs.expect(scheduler_output, mode)
         with self.active(), execution:
             return self._worker.execute_model(scheduler_output)
 

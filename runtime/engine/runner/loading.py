@@ -33,6 +33,7 @@ from shoal.runtime.engine.layouts.engine_config import (
     shares_attention,
     shares_vocabulary,
 )
+from shoal.runtime.engine.layouts.full_graphs import add_full_graphs
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
@@ -242,6 +243,8 @@ class LayoutLoader:
         worker = self.workers[layout]
         worker.create(f"file://{self._directory / self._directory.name}")
         self.by_sequence.prepare(worker)
+        if current_platform.is_cuda() and self.shared is None:
+            worker.full_graphs = add_full_graphs(worker.model_runner)
 
     def _load_weights(self, layout: Layout) -> None:
         worker = self.workers[layout]

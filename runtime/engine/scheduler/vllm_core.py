@@ -79,12 +79,12 @@ class VllmCore:
         self.engine_core.execute_dummy_batch()
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size
-        captured = captured_tokens(self.engine_core.vllm_config)
-        self.shift = Shift(sp_floor(unit.layout, max_sp, captured))
+        floor = sp_floor(unit.layout, max_sp, captured_tokens(self.engine_core.vllm_config))
+        full = min(self._executor.collective_rpc(instructions.FULL_GRAPH_TOKENS))
+        self.shift = Shift(floor, full_graph_tokens=full)
         self.sizes = StepSizes(self._scheduler)
         self._in_flight: deque[InFlight] = deque()
-        # A step whose sampling waits for the output of the step before it (grammars).
-        self._deferred: InFlight | None = None
+        self._deferred: InFlight | None = None  # its sampling waits for the step before (grammars)
         # The scheduler had nothing to run: asking again is useless until something changes.
         self._stalled = False
         self._decoder = MsgpackDecoder(EngineCoreRequest)
@@ -377,7 +377,7 @@ class VllmCore:
         sample = not (tokens and awaits_tokens(scheduled))
         grammar = self._scheduler.get_grammar_bitmask(scheduled) if sample and tokens else None
         self._carried.renew(scheduled)
-        mode = self.shift.mode(tokens)
+        mode = self.shift.mode(tokens, scheduled)
         told, begun = self._beginnings.tell(scheduled)
         seq, future = self._executor.run_step(told, grammar, sample=sample, mode=mode, begun=begun)
         copy, seated = self._carried.latest_copy, [rest.request_id for rest in begun.seated]

@@ -9,16 +9,16 @@ ranges that it compiles for, what attention backends set up for the largest size
 whole graphs.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.compilation.breakable_cudagraph import is_breakable_cudagraph_enabled
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+
+from shoal.runtime.engine.layouts.calls_within import call_within
 
 LARGEST_SHARE = 2048
 """Tokens above which no graphs are captured. In a prefill with shares of this size, without graphs,
@@ -75,27 +75,10 @@ def capture_also(model_runner: Any, sizes: Sequence[int]) -> None:
         dispatcher = LargerSharesDispatcher(model_runner.vllm_config, sizes)
         model_runner.cudagraph_dispatcher = dispatcher
         for method in ("profile_cudagraph_memory", "capture_model"):
-            _call_within(model_runner, method, lambda _: dispatcher.capturing())
+            call_within(model_runner, method, lambda _: dispatcher.capturing())
     else:
         # It also measures what graphs take by this method.
-        _call_within(model_runner, "capture_model", lambda runner: _also_of(runner, sizes))
-
-
-def _call_within(
-    owner: Any, method: str, manager: Callable[[Any], AbstractContextManager[None]]
-) -> None:
-    """Let every call of a method of this one object happen within a ``manager(owner)``."""
-    function = getattr(type(owner), method)
-    # vLLM freezes what is there after its warm-up, so a cycle would outlive the layout.
-    reference = weakref.ref(owner)
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        this = reference()
-        with manager(this):
-            return function(this, *args, **kwargs)
-
-    setattr(owner, method, call)
+        call_within(model_runner, "capture_model", lambda runner: _also_of(runner, sizes))
 
 
 class LargerSharesDispatcher(CudagraphDispatcher):  # type: ignore[misc]

@@ -4,7 +4,7 @@ import enum
 import itertools
 import random
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.engine.agent.step_mode import Shift
@@ -45,12 +45,12 @@ class ScriptedShift(Shift):
 
     file: ClassVar[Path]
 
-    def __init__(self, *args: int | None) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: int | None, **kwargs: int) -> None:
+        super().__init__(*args, **kwargs)
         self._turns = itertools.cycle((Mode.SP, Mode.TP))
         self._draw = random.Random(7)
 
-    def mode(self, num_tokens: int) -> Mode:
+    def mode(self, num_tokens: int, scheduler_output: Any = None) -> Mode:
         if self.floor is None or num_tokens <= self.floor:
             return Mode.TP
         match Script(self.file.read_text()):

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
+from shoal.runtime.engine.agent.full_graph_steps import LONGEST_CONTEXT, longest_context
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.engine.scheduler import vllm_core, vllm_group_core
@@ -43,6 +44,46 @@ def test_a_step_in_sp_exceeds_threshold_and_floor(
 
 def test_nobody_shifts_before_being_told() -> None:
     assert Shift(0).mode(10**6) is Mode.TP
+
+
+def step(new: list[int], cached: list[int]) -> SimpleNamespace:
+    """Return what tells the contexts of a step's requests: those that begin, and all others."""
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(num_computed_tokens=tokens) for tokens in new],
+        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=cached),
+    )
+
+
+@pytest.mark.parametrize(
+    ("new", "cached", "longest"),
+    [([], [], 0), ([0, 80], [], 80), ([0], [7, 9], 9), ([99], [5], 99)],
+)
+def test_the_longest_context_is_that_of_any_request(
+    new: list[int], cached: list[int], longest: int
+) -> None:
+    assert longest_context(step(new, cached)) == longest
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "mode"),
+    [
+        (512, LONGEST_CONTEXT + 1, Mode.TP),
+        (513, LONGEST_CONTEXT, Mode.TP),
+        (513, LONGEST_CONTEXT + 1, Mode.SP),
+        (1024, 0, Mode.TP),
+        (1025, 0, Mode.SP),
+    ],
+)
+def test_a_step_that_has_a_full_graph_takes_tp(tokens: int, context: int, mode: Mode) -> None:
+    shift = Shift(512, 256, full_graph_tokens=1024)
+    assert shift.floor == 1024
+    assert shift.mode(tokens, step([0], [context])) is mode
+
+
+def test_the_threshold_counts_beside_full_graphs() -> None:
+    shift = Shift(512, 2000, full_graph_tokens=1024)
+    assert [shift.mode(tokens, step([0], [])) for tokens in (1500, 2001)] == [Mode.TP, Mode.SP]
+    assert Shift(None, 0, full_graph_tokens=1024).floor is None
 
 
 @pytest.mark.parametrize(
@@ -80,6 +121,7 @@ class OneStep:
     """What of vLLM's scheduler and of Shoal's executor a core needs to dispatch one step."""
 
     use_v2_model_runner = False
+    full_graph_tokens = 0
 
     def __init__(self, tokens: int) -> None:
         self.scheduled = SchedulerOutput.make_empty()
@@ -110,6 +152,9 @@ class OneStep:
 
     def get_grammar_bitmask(self, _: SchedulerOutput) -> None:
         return None
+
+    def collective_rpc(self, method: str) -> list[int]:
+        return [self.full_graph_tokens]
 
     def run_step(self, *_: Any, mode: Mode, **__: Any) -> tuple[int, "Future[Any]"]:
         self.modes.append(mode)

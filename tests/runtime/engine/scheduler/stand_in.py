@@ -7,6 +7,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
+from shoal.runtime.engine.link.instructions import FULL_GRAPH_TOKENS
+
 BLOCKS = 16
 """Blocks of the pool, the null block not counted."""
 TOKENS = 4
@@ -72,6 +74,10 @@ class StandIn:
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)
+
+    def collective_rpc(self, method: str) -> list[int]:
+        assert method == FULL_GRAPH_TOKENS
+        return [0]
 
     def execute_dummy_batch(self) -> None:
         pass

@@ -461,7 +461,9 @@ class ToyEngineCore(EngineCore):  # type: ignore[misc]
             log_stats=log_stats,
         )
         self.runners.v2 = self.scheduler.use_v2_model_runner
-        self.model_executor = SimpleNamespace(channel=self.runners, run_step=self.runners.run_step)
+        self.model_executor = SimpleNamespace(
+            channel=self.runners, run_step=self.runners.run_step, collective_rpc=lambda _: [0]
+        )
         self.batch_queue_size = config.max_concurrent_batches
         self.mm_receiver_cache = None
         self.request_block_hasher = None

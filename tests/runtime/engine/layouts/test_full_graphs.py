@@ -1,0 +1,328 @@
+"""Full graphs of steps with prompts: which are captured, and which steps replay them.
+
+vLLM's own manager of the V2 model runner captures and dispatches. Only the graphs are simulated.
+"""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.v1.worker.gpu.cudagraph_utils as v2_graphs
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+
+from shoal.runtime.engine.agent.full_graph_steps import LONGEST_CONTEXT
+from shoal.runtime.engine.layouts.full_graphs import (
+    MOST_REQUESTS,
+    MOST_TOKENS,
+    FullGraphs,
+    add_full_graphs,
+    full_sizes,
+)
+from shoal.runtime.engine.sequence.capture_sizes import capture_also
+from shoal.runtime.protocol.messages import Mode
+from tests.runtime.engine.sequence.test_capture_sizes import LARGER, OWN_SIZES, graph_config
+
+HIDDEN = 8
+OWN_MIXED = [size for size in OWN_SIZES if size % 16 == 0]
+MIXED = [*OWN_MIXED, *range(576, 1025, 64)]
+
+
+def step(
+    requests: int, tokens: int, context: int = 0, *, mode: Mode = Mode.TP
+) -> tuple[SimpleNamespace, Mode]:
+    """Return a step: so many requests, of which one computes a prompt with the other tokens."""
+    scheduled = dict.fromkeys(map(str, range(1, requests)), 1)
+    scheduled["0"] = tokens - (requests - 1)
+    output = SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=tokens,
+        scheduled_new_reqs=[SimpleNamespace(num_computed_tokens=0)],
+        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[context] * (requests - 1)),
+    )
+    return output, mode
+
+
+# --- which steps, and which sizes ---
+
+
+@pytest.mark.parametrize(
+    ("own", "most", "sizes"),
+    [
+        pytest.param(OWN_SIZES, 8192, MIXED, id="as vLLM's are by default"),
+        pytest.param(OWN_SIZES, 700, [*OWN_MIXED, 576, 640], id="short steps"),
+        pytest.param(OWN_SIZES, 100, [16, 32, 48, 64, 80, 96], id="very short steps"),
+        pytest.param([1, 2, 4, 8], 128, [64, 128], id="small graphs only"),
+        pytest.param([16, 2048], 8192, [16], id="vLLM's own are larger"),
+    ],
+)
+def test_sizes_reach_up_to_the_longest_steps(own: list[int], most: int, sizes: list[int]) -> None:
+    assert full_sizes(own, most) == sizes
+
+
+@pytest.mark.parametrize(
+    ("judged", "allowed"),
+    [
+        pytest.param(step(1, 300), True, id="a prompt alone"),
+        pytest.param(step(20, 300), True, id="beside decodes"),
+        pytest.param(step(20, MOST_TOKENS), True, id="longest"),
+        pytest.param(step(20, MOST_TOKENS + 1), False, id="too long"),
+        pytest.param(step(20, 20), False, id="nothing but decodes"),
+        pytest.param(step(20, 300, LONGEST_CONTEXT), True, id="longest context"),
+        pytest.param(step(20, 300, LONGEST_CONTEXT + 1), False, id="too long a context"),
+        pytest.param(step(20, 300, mode=Mode.SP), False, id="by sequence"),
+    ],
+)
+def test_steps_with_short_prompts_and_contexts_may_replay_one(
+    judged: tuple[SimpleNamespace, Mode], allowed: bool
+) -> None:
+    graphs = FullGraphs(MIXED)
+    graphs.largest = max(MIXED)
+    graphs.expect(*judged)
+    assert graphs.allowed is allowed
+
+
+def test_none_may_where_none_was_captured() -> None:
+    graphs = FullGraphs(MIXED)
+    graphs.expect(*step(20, 300))
+    assert not graphs.allowed
+
+
+# --- capture and dispatch by vLLM's manager ---
+
+
+class Runner:
+    """What captures of vLLM's V2 model runner, with vLLM's own manager."""
+
+    def __init__(self, config: VllmConfig, builders: list[Any]) -> None:
+        self.vllm_config = config
+        group = SimpleNamespace(metadata_builders=builders)
+        self.attn_groups = [[group]]
+        self.cudagraph_manager: Any = None
+
+    def initialize_kv_cache(self) -> None:
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        self.cudagraph_manager = ModelCudaGraphManager(
+            self.vllm_config, torch.device("cpu"), mode, 1
+        )
+
+    def capture_model(self) -> int:
+        buffers = SimpleNamespace(
+            input_ids=torch.zeros(8192, dtype=torch.int64),
+            positions=torch.zeros(8192, dtype=torch.int64),
+            is_padding=torch.zeros(8192, dtype=torch.bool),
+        )
+        state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
+        cache = SimpleNamespace()
+        groups = self.attn_groups
+        self.cudagraph_manager.capture(model, state, buffers, None, None, groups, cache)
+        return len(self.cudagraph_manager.graphs)
+
+
+def model(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+    return torch.zeros(len(input_ids), HIDDEN)
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Simulate graphs; return tokens, splits and the largest size of each preparation."""
+    found: list[tuple[int, int, int]] = []
+
+    def build(
+        self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> None:
+        assert (common_prefix_len, fast_build) == (0, False)
+        tokens = common_attn_metadata.num_actual_tokens
+        found.append((tokens, self.max_num_splits, self.max_cudagraph_size))
+
+    def prepare(num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> tuple[None, None]:
+        groups, length = args[3], kwargs["max_query_len"]
+        common = SimpleNamespace(num_actual_tokens=num_tokens, max_query_len=length or num_tokens)
+        assert num_reqs <= MOST_REQUESTS or not kwargs["full_cudagraph"]
+        for builder in groups[0][0].metadata_builders:
+            if kwargs["full_cudagraph"]:
+                builder.build_for_cudagraph_capture(common)
+            else:
+                builder.build(0, common)
+        return None, None
+
+    one = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    offloader = SimpleNamespace(sync_prev_onload=list, join_after_forward=list)
+    platform = SimpleNamespace(get_global_graph_pool=lambda: None)
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", build)
+    for name, value in {
+        "is_global_first_rank": lambda: False,
+        "get_pp_group": lambda: one,
+        "graph_capture": lambda **_: nullcontext(),
+        "capture_pool": lambda *_: nullcontext(),
+        "get_offloader": lambda: offloader,
+        "current_platform": platform,
+        "current_stream": lambda: None,
+        "has_compiled_submodule": lambda _: True,
+        "set_forward_context": lambda *_, **__: nullcontext(),
+        "prepare_inputs_to_capture": prepare,
+    }.items():
+        monkeypatch.setattr(v2_graphs, name, value)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    return found
+
+
+def flash_attention_3(**changes: Any) -> Any:
+    builder = object.__new__(FlashAttentionMetadataBuilder)
+    values = {"aot_schedule": True, "dcp_world_size": 1, "max_num_splits": 32}
+    vars(builder).update(values, max_cudagraph_size=512, **changes)
+    return builder
+
+
+class Other:
+    """Attention of another backend."""
+
+    def build(self, *_: Any) -> None:
+        pass
+
+    build_for_cudagraph_capture = build
+
+
+def runner_of(
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE, builders: list[Any] | None = None
+) -> Runner:
+    config = graph_config(mode)
+    config.scheduler_config.max_num_seqs = 1024
+    config.scheduler_config.max_num_batched_tokens = 8192
+    config.model_config = SimpleNamespace(
+        supports_multimodal_inputs=False,
+        is_encoder_decoder=False,
+        enable_prompt_embeds=False,
+        get_hidden_size=lambda: HIDDEN,
+        dtype=torch.float32,
+    )
+    return Runner(config, [flash_attention_3()] if builders is None else builders)
+
+
+def captured_runner(larger: list[int] | None = None) -> tuple[Runner, FullGraphs]:
+    runner = runner_of()
+    if larger:
+        capture_also(runner, larger)
+    graphs = add_full_graphs(runner)
+    assert graphs is not None
+    runner.initialize_kv_cache()
+    runner.capture_model()
+    return runner, graphs
+
+
+def dispatched(runner: Runner, requests: int, tokens: int, uniform: int | None = None) -> Any:
+    return runner.cudagraph_manager.dispatch(requests, tokens, uniform, 0)
+
+
+@pytest.mark.parametrize("larger", [None, LARGER])
+def test_all_graphs_are_captured_beside_vllms_own(
+    prepared: list[Any], larger: list[int] | None
+) -> None:
+    """Also where steps by sequence have larger graphs, of which the first capture is one."""
+    runner, graphs = captured_runner(larger)
+    mixed = [desc for desc in runner.cudagraph_manager.graphs if desc.uniform_token_count is None]
+    decodes = [desc for desc in runner.cudagraph_manager.graphs if desc.uniform_token_count == 1]
+    assert [desc.num_tokens for desc in mixed] == MIXED[::-1]
+    assert [desc.num_tokens for desc in decodes] == OWN_SIZES[::-1]
+    assert graphs.largest == MOST_TOKENS
+    assert len(runner.cudagraph_manager.hidden_states) == max([MOST_TOKENS, *(larger or [])])
+
+
+@pytest.mark.usefixtures("prepared")
+def test_a_step_replays_the_smallest_that_holds_it() -> None:
+    runner, graphs = captured_runner()
+    for requests, tokens, size in [(1, 2, 16), (20, 300, 304), (70, 530, 576), (512, 1000, 1024)]:
+        graphs.expect(*step(requests, tokens))
+        found = dispatched(runner, requests, tokens)
+        assert (found.cg_mode, found.num_tokens) == (CUDAGraphMode.FULL, size)
+        assert found.num_reqs >= requests
+
+
+@pytest.mark.usefixtures("prepared")
+def test_other_steps_find_what_they_found() -> None:
+    runner, graphs = captured_runner()
+    graphs.expect(*step(20, 300, LONGEST_CONTEXT + 1))
+    assert dispatched(runner, 20, 300).cg_mode is CUDAGraphMode.PIECEWISE
+    graphs.expect(*step(20, 20))
+    assert dispatched(runner, 20, 20, uniform=1).uniform_token_count == 1
+    graphs.expect(*step(MOST_REQUESTS + 1, 600))
+    assert dispatched(runner, MOST_REQUESTS + 1, 600).cg_mode is CUDAGraphMode.NONE
+    graphs.expect(*step(20, 300))
+    assert dispatched(runner, 20, 300).cg_mode is CUDAGraphMode.FULL
+    # vLLM's dummy steps are not judged before.
+    assert dispatched(runner, 20, 300).cg_mode is CUDAGraphMode.PIECEWISE
+
+
+def test_only_attention_of_steps_with_prompts_is_not_split(prepared: list[Any]) -> None:
+    """A graph of 1,024 tokens has one split, which vLLM would leave to a heuristic above 512."""
+    runner, graphs = captured_runner()
+    assert {(tokens, 1, tokens) for tokens in MIXED} <= set(prepared)
+    assert {(tokens, 32, 512) for tokens in OWN_SIZES} <= set(prepared)
+    (builder,) = runner.attn_groups[0][0].metadata_builders
+    prepared.clear()
+    for context, expected in ((0, (300, 1, 300)), (LONGEST_CONTEXT + 1, (300, 32, 512))):
+        graphs.expect(*step(20, 300, context))
+        dispatched(runner, 20, 300)
+        builder.build(0, SimpleNamespace(num_actual_tokens=300))
+        assert prepared.pop() == expected
+
+
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize(
+    "builders",
+    [
+        pytest.param([flash_attention_3(), flash_attention_3()], id="two kinds of layers"),
+        pytest.param([Other()], id="another backend"),
+        pytest.param([flash_attention_3(aot_schedule=False)], id="an older version"),
+        pytest.param([], id="no attention"),
+    ],
+)
+def test_other_attention_is_left_alone(builders: list[Any]) -> None:
+    runner = runner_of(builders=builders)
+    graphs = add_full_graphs(runner)
+    assert graphs is not None
+    runner.initialize_kv_cache()
+    classes = [type(builder) for builder in builders]
+    assert runner.capture_model() == len(OWN_SIZES)
+    assert [type(builder) for builder in builders] == classes
+    graphs.expect(*step(20, 300))
+    assert dispatched(runner, 20, 300).cg_mode is CUDAGraphMode.PIECEWISE
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        CUDAGraphMode.PIECEWISE,
+        CUDAGraphMode.FULL,
+        CUDAGraphMode.FULL_DECODE_ONLY,
+        CUDAGraphMode.NONE,
+    ],
+)
+def test_other_modes_of_graphs_are_left_alone(mode: CUDAGraphMode) -> None:
+    assert add_full_graphs(runner_of(mode)) is None
+
+
+@pytest.mark.parametrize(
+    "field", ["supports_multimodal_inputs", "is_encoder_decoder", "enable_prompt_embeds"]
+)
+def test_models_with_other_inputs_are_left_alone(field: str) -> None:
+    runner = runner_of()
+    setattr(runner.vllm_config.model_config, field, True)
+    assert add_full_graphs(runner) is None
+
+
+def test_the_v1_model_runner_is_left_alone() -> None:
+    runner = runner_of()
+    runner.cudagraph_dispatcher = object()  # type: ignore[attr-defined]
+    assert add_full_graphs(runner) is None
+
+
+@pytest.mark.parametrize("field", ["lora_config", "speculative_config"])
+def test_adapters_and_drafts_have_none(field: str) -> None:
+    runner = runner_of()
+    setattr(runner.vllm_config, field, object())
+    assert add_full_graphs(runner) is None
