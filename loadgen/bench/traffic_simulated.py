@@ -10,7 +10,7 @@ from shoal.loadgen.replay_results import milliseconds
 from shoal.loadgen.summary import report
 from shoal.loadgen.workload import Workload
 from shoal.policies.installed_policies import load_policies
-from shoal.runtime.simulation.node_settings import Node
+from shoal.runtime.simulation.node_settings import STOCK_CAPTURED_TOKENS, Node
 from shoal.runtime.simulation.simulated_node import simulate
 from shoal.server.commands.simulate import records_of
 
@@ -33,12 +33,18 @@ class Simulated:
     def of(self, system: str, way: str) -> tuple[Node, str] | None:
         """Return the node and the policy that stand for a system in one way.
 
-        Stock vLLM's groups have no SP, its steps compute as much of prompts beside requests that
-        decode as in any step, and its balancer does not know what costs how much. None: there is no
-        such node.
+        Stock vLLM's groups have no SP, and it has full graphs only of steps that decode. Its steps
+        compute as much of prompts beside requests that decode as in any step, and its balancer does
+        not know what costs how much. None: there is no such node.
         """
         plain = replace(
-            self.node, max_sp=1, mixed_step_tokens=0, place_by_prefix=False, rebalance=False
+            self.node,
+            max_sp=1,
+            mixed_step_tokens=0,
+            captured_tokens=STOCK_CAPTURED_TOKENS,
+            full_graphs=False,
+            place_by_prefix=False,
+            rebalance=False,
         )
         if system == STOCK_DP:
             return replace(plain, front_ends=plain.engines), load_policies(REFERENCE)[0].name

@@ -112,7 +112,8 @@ class Hardware:
     sp_layer_host_seconds: float = 0.0
     """Host time of one layer of a step in SP; a step's layers take at least this time each."""
     tp_layer_host_seconds: float = 0.0
-    """The same of a group's step in TP that computes prompts while requests decode."""
+    """The same of a group's step in TP that computes prompts while requests decode, if such steps
+    are not launched at once (0 if they are)."""
     peer_bytes_per_second: float = 390e9
     """Rate at which one engine reads the memory of another; the default is an H200's."""
     fetch_bytes_per_second: float | None = None

@@ -321,6 +321,7 @@ class Controller:
         self.books.engines.serve(message)
         self._shifting.greet(message.engine)
         if self.books.engines.started:
+            self._capacity.costs.see_graphs()
             self._greet_fronts()
 
     def _greet_fronts(self) -> None:

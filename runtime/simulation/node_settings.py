@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from shoal.policies.cost.correction import Correction
 from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
 from shoal.policies.values.layouts import DP, Layout
@@ -27,7 +29,9 @@ from shoal.runtime.simulation.shape_files import (
 USE_SECONDS = 0.05
 """Assumed time for which an engine computes nothing when it goes on with other memory: no GPU has
 done so yet, and this is the most that it should take."""
-CAPTURED_TOKENS = 512
+CAPTURED_TOKENS = 1024
+"""Tokens of the largest CUDA graph that Shoal captures by default."""
+STOCK_CAPTURED_TOKENS = 512
 """Tokens of the largest CUDA graph that vLLM captures by default."""
 STEPS_AT_ONCE = 64
 """Up to so many steps that decode the same requests are simulated as one."""
@@ -58,6 +62,8 @@ class Node:
         move_memory: see ``NodeConfig``.
         shift_threshold: decides which steps run in SP.
         captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
+        full_graphs: whether steps with prompts have full graphs, with which the host does not hold
+            up groups in TP.
         prefix_caching: whether units keep the KV of prompts that others may begin with.
         place_by_prefix: see ``NodeConfig``, as ``rebalance``.
         tier_gib: GiB of the host's memory that each engine has for KV.
@@ -85,6 +91,7 @@ class Node:
     move_memory: bool = False
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
     captured_tokens: int = CAPTURED_TOKENS
+    full_graphs: bool = True
     prefix_caching: bool = True
     place_by_prefix: bool = True
     rebalance: bool = True
@@ -99,7 +106,7 @@ class Node:
             FileError: the model does not fit the hardware.
         """
         model = replace(
-            cost_model(self.shape, self.hardware, self.max_sp, self.share_weights, self.max_group),
+            cost_model(self.shape, self._launched, self.max_sp, self.share_weights, self.max_group),
             corrections=self.corrections,
         )
         return NodeConfig(
@@ -148,6 +155,13 @@ class Node:
         )
 
     @property
+    def _launched(self) -> HardwareFile:
+        """The hardware as steps see it."""
+        if not self.full_graphs:
+            return self.hardware
+        return msgspec.structs.replace(self.hardware, tp_layer_host_seconds=0.0)
+
+    @property
     def _tier_blocks(self) -> int:
         block = BLOCK_TOKENS * self.shape.model_shape().kv_bytes_per_token
         return int(self.tier_gib * 2**30 / block)
@@ -163,6 +177,6 @@ class Node:
     def step_times(self, share: int) -> StepTimes:
         """Return how long steps take if so many engines share weights."""
         return step_times(
-            *(self.shape, self.hardware, self.max_sp, share),
+            *(self.shape, self._launched, self.max_sp, share),
             *(self.corrections, self.captured_tokens, self.max_group),
         )

@@ -33,6 +33,16 @@ class StepCosts:
         self._begun: set[Unit] = set()
         """Units that a switch has made, and that have not reported a step since."""
 
+    def see_graphs(self) -> None:
+        """Take note of groups whose hosts launch a step with prompts at once, by a full graph.
+
+        All engines are ready.
+        """
+        limits = [self._engines.limits_of(layout) for layout in self._layouts[1:]]
+        if self.model is not None and limits and all(each.full_graph_tokens for each in limits):
+            launched = replace(self.model.hardware, tp_layer_host_seconds=0.0)
+            self.model = replace(self.model, hardware=launched)
+
     def share_weights(self, share: int) -> None:
         """Take note that so many engines share weights, on which step times depend."""
         if self.model is not None:

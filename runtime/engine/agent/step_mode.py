@@ -24,8 +24,8 @@ class Shift:
     def __init__(
         self, floor: int | None, threshold: int | None = None, full_graph_tokens: int = 0
     ) -> None:
+        self.full_graph_tokens = full_graph_tokens
         self._floor = floor
-        self._full_graph_tokens = full_graph_tokens
         self.threshold = threshold
         """Steps that batch more tokens than this run in SP; None: none does. It may be set at any
         time and counts from the next step on."""
@@ -33,7 +33,7 @@ class Shift:
     @property
     def floor(self) -> int | None:
         """A step in SP batches more tokens than this, unless a context is long; None: no SP."""
-        return None if self._floor is None else max(self._floor, self._full_graph_tokens)
+        return None if self._floor is None else max(self._floor, self.full_graph_tokens)
 
     def mode(self, num_tokens: int, scheduler_output: Any = None) -> Mode:
         """Return the mode of a step.
@@ -45,9 +45,9 @@ class Shift:
         floor = self._floor
         if floor is None or self.threshold is None:
             return Mode.TP
-        if floor < num_tokens <= self._full_graph_tokens:
+        if floor < num_tokens <= self.full_graph_tokens:
             context = 0 if scheduler_output is None else longest_context(scheduler_output)
-            floor = self._full_graph_tokens if context <= LONGEST_CONTEXT else floor
+            floor = self.full_graph_tokens if context <= LONGEST_CONTEXT else floor
         return Mode.SP if num_tokens > max(floor, self.threshold) else Mode.TP
 
 

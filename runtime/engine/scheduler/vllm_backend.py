@@ -210,6 +210,7 @@ class VllmBackend:
                 sp_floor=core.shift.floor,
                 group_limits=core.group_limits,
                 mixed_tokens=core.sizes.limit,
+                full_graph_tokens=core.shift.full_graph_tokens,
             )
             for unit, core in self._stock.items()
         ]

@@ -20,6 +20,8 @@ class LayoutLimits(msgspec.Struct, frozen=True):
     """For each KV group the most blocks that a request takes of it; 0: no limit."""
     mixed_tokens: int = 0
     """Most prompt tokens of a step in which requests decode; 0: as many as of any step."""
+    full_graph_tokens: int = 0
+    """Steps with prompts have full CUDA graphs up to so many tokens; 0: they have none."""
 
     def blocks(self, tokens: int) -> int:
         """Return how many KV blocks a request of so many tokens takes."""

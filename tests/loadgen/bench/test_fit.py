@@ -124,13 +124,13 @@ def modes(tp: dict[str, float], sp: dict[str, float]) -> dict[str, Any]:
 
 
 def test_first_tokens_in_sp_that_are_no_faster_than_in_tp_tell_of_the_host() -> None:
-    made = results(modes({"1024": 0.020, "4096": 0.068}, {"1024": 0.024, "4096": 0.065}))
-    batch = Batch(prefill_tokens=1024, prefill_context=512)
-    assert list(fit.sp_host_samples_of(made)) == [Sample(Layout(tp=2), (batch,), 0.024, 3, sp=2)]
+    made = results(modes({"1536": 0.030, "4096": 0.068}, {"1536": 0.034, "4096": 0.065}))
+    batch = Batch(prefill_tokens=1536, prefill_context=768)
+    assert list(fit.sp_host_samples_of(made)) == [Sample(Layout(tp=2), (batch,), 0.034, 3, sp=2)]
     assert list(fit.samples_of(made)) == []
 
 
-@pytest.mark.parametrize("prompt", ["512", "16384"])
+@pytest.mark.parametrize("prompt", ["512", "1024", "16384"])
 def test_prompts_of_graphs_or_of_several_steps_tell_nothing_of_it(prompt: str) -> None:
     """No graph's step was run in SP; and of several, one may have been the device's."""
     made = results(modes({prompt: 0.020}, {prompt: 0.024}))
@@ -138,7 +138,7 @@ def test_prompts_of_graphs_or_of_several_steps_tell_nothing_of_it(prompt: str) -
 
 
 def test_a_group_wider_than_its_sp_degree_is_predicted_as_such() -> None:
-    made = results({"modes": {"tp4": {"ttft": {"1024": 0.02}}, "sp4": {"ttft": {"1024": 0.03}}}})
+    made = results({"modes": {"tp4": {"ttft": {"1536": 0.02}}, "sp4": {"ttft": {"1536": 0.03}}}})
     (sample,) = fit.sp_host_samples_of(made)
     assert (sample.layout, sample.sp) == (Layout(tp=4), 2)
 
@@ -158,12 +158,12 @@ def test_a_fit_takes_it_from_results_that_tell_and_leaves_it_with_others(
 ) -> None:
     made = measured()
     slow = msgspec.structs.replace(TRUTH, sp_layer_host_seconds=9e-4)
-    batch = Batch(prefill_tokens=1024, prefill_context=512)
+    batch = Batch(prefill_tokens=1536, prefill_context=768)
     in_tp, in_sp = (
         predicted(SHAPE, slow, Sample(Layout(tp=2), (batch,), 0.0, 3, sp=n)) for n in (1, 2)
     )
     if measured_too:
-        made.systems[SHOAL].measures |= modes({"1024": in_tp}, {"1024": in_sp})
+        made.systems[SHOAL].measures |= modes({"1536": in_tp}, {"1536": in_sp})
     source, output = tmp_path / "results.json", tmp_path / "fitted.json"
     source.write_bytes(msgspec.json.encode(made))
     argv = [str(source), "--output", str(output), "--model-shape", "llama-3-8b-bf16"]
