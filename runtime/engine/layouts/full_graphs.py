@@ -37,17 +37,21 @@ LARGER_SPACING = 64
 """Tokens from one size to the next above the largest of vLLM's own."""
 
 
-def full_sizes(own: Sequence[int], most: int) -> list[int]:
+def full_sizes(own: Sequence[int], most: int, *, chosen: bool = False) -> list[int]:
     """Return for how many tokens full graphs of steps with prompts are captured.
 
     Args:
         own: sizes for which vLLM captures piecewise graphs.
         most: tokens of the largest step that there can be.
+        chosen: whether somebody chose those sizes, and so wants no others.
     """
     limit = min(most, MOST_TOKENS)
-    sizes = [size for size in own if size % SPACING == 0 and size <= limit]
+    fitting = sorted(size for size in own if size <= limit)
+    if chosen:
+        return fitting
     first = (max(own) // LARGER_SPACING + 1) * LARGER_SPACING
-    return [*sorted(sizes), *range(first, limit + 1, LARGER_SPACING)]
+    larger = range(first, limit + 1, LARGER_SPACING)
+    return [*(size for size in fitting if size % SPACING == 0), *larger]
 
 
 class FullGraphs:
@@ -162,13 +166,14 @@ class FullGraphManager(ModelCudaGraphManager):  # type: ignore[misc]
         )
 
 
-def add_full_graphs(model_runner: Any) -> FullGraphs | None:
+def add_full_graphs(model_runner: Any, *, chosen: bool) -> FullGraphs | None:
     """Make a model runner capture full graphs of steps with prompts, too.
 
     vLLM captures them with its own, and includes them when it measures what graphs take.
 
     Args:
         model_runner: vLLM's, before its KV cache is initialised.
+        chosen: see ``full_sizes``.
 
     Returns:
         What judges the layout's steps; None: it cannot have such graphs. They need vLLM's V2 model
@@ -190,7 +195,11 @@ def add_full_graphs(model_runner: Any) -> FullGraphs | None:
     )
     if any(problems):
         return None
-    full = FullGraphs(full_sizes(sizes, config.scheduler_config.max_num_batched_tokens))
+    most = config.scheduler_config.max_num_batched_tokens
+    found = full_sizes(sizes, most, chosen=chosen)
+    if not found:
+        return None
+    full = FullGraphs(found)
     call_within(model_runner, "capture_model", partial(_with_full_graphs, full=full))
     return full
 

@@ -244,7 +244,8 @@ class LayoutLoader:
         worker.create(f"file://{self._directory / self._directory.name}")
         self.by_sequence.prepare(worker)
         if current_platform.is_cuda() and self.shared is None:
-            worker.full_graphs = add_full_graphs(worker.model_runner)
+            chosen = self._node.vllm.sizes_are_chosen
+            worker.full_graphs = add_full_graphs(worker.model_runner, chosen=chosen)
 
     def _load_weights(self, layout: Layout) -> None:
         worker = self.workers[layout]

@@ -91,6 +91,11 @@ def test_none_may_where_none_was_captured() -> None:
     assert not graphs.allowed
 
 
+def test_chosen_sizes_are_all_that_there_are() -> None:
+    assert full_sizes([100, 8, 2048], 8192, chosen=True) == [8, 100]
+    assert full_sizes([2048], 8192, chosen=True) == []
+
+
 # --- capture and dispatch by vLLM's manager ---
 
 
@@ -207,7 +212,7 @@ def captured_runner(larger: list[int] | None = None) -> tuple[Runner, FullGraphs
     runner = runner_of()
     if larger:
         capture_also(runner, larger)
-    graphs = add_full_graphs(runner)
+    graphs = add_full_graphs(runner, chosen=False)
     assert graphs is not None
     runner.initialize_kv_cache()
     runner.capture_model()
@@ -283,7 +288,7 @@ def test_only_attention_of_steps_with_prompts_is_not_split(prepared: list[Any]) 
 )
 def test_other_attention_is_left_alone(builders: list[Any]) -> None:
     runner = runner_of(builders=builders)
-    graphs = add_full_graphs(runner)
+    graphs = add_full_graphs(runner, chosen=False)
     assert graphs is not None
     runner.initialize_kv_cache()
     classes = [type(builder) for builder in builders]
@@ -303,7 +308,7 @@ def test_other_attention_is_left_alone(builders: list[Any]) -> None:
     ],
 )
 def test_other_modes_of_graphs_are_left_alone(mode: CUDAGraphMode) -> None:
-    assert add_full_graphs(runner_of(mode)) is None
+    assert add_full_graphs(runner_of(mode), chosen=False) is None
 
 
 @pytest.mark.parametrize(
@@ -312,17 +317,24 @@ def test_other_modes_of_graphs_are_left_alone(mode: CUDAGraphMode) -> None:
 def test_models_with_other_inputs_are_left_alone(field: str) -> None:
     runner = runner_of()
     setattr(runner.vllm_config.model_config, field, True)
-    assert add_full_graphs(runner) is None
+    assert add_full_graphs(runner, chosen=False) is None
+
+
+def test_chosen_sizes_that_are_too_large_are_left_alone() -> None:
+    runner = runner_of()
+    runner.vllm_config.compilation_config.cudagraph_capture_sizes = [2048]
+    assert add_full_graphs(runner, chosen=True) is None
+    assert add_full_graphs(runner_of(), chosen=True) is not None
 
 
 def test_the_v1_model_runner_is_left_alone() -> None:
     runner = runner_of()
     runner.cudagraph_dispatcher = object()  # type: ignore[attr-defined]
-    assert add_full_graphs(runner) is None
+    assert add_full_graphs(runner, chosen=False) is None
 
 
 @pytest.mark.parametrize("field", ["lora_config", "speculative_config"])
 def test_adapters_and_drafts_have_none(field: str) -> None:
     runner = runner_of()
     setattr(runner.vllm_config, field, object())
-    assert add_full_graphs(runner) is None
+    assert add_full_graphs(runner, chosen=False) is None
