@@ -104,6 +104,7 @@ def node_fit(
 def _key(args: Namespace, vllm_config: Any, model: CostModel) -> dict[str, str]:
     """Return what the times of steps depend on, beside the machine and the versions."""
     config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    graphs = vllm_config.compilation_config
     shape = config.hf_config.to_json_string(use_diff=False)
     values = {
         "fake": args.fake_engine and args.fake_step_ms,
@@ -116,6 +117,7 @@ def _key(args: Namespace, vllm_config: Any, model: CostModel) -> dict[str, str]:
         "quantization": config.quantization,
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
         "enforce_eager": config.enforce_eager,
+        "graphs": (graphs.cudagraph_mode, graphs.cudagraph_capture_sizes),
         "adapters": vllm_config.lora_config,
         "speculation": vllm_config.speculative_config,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,

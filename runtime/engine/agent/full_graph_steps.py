@@ -5,11 +5,23 @@ The scheduler and all runners of a unit judge each step alike.
 
 from typing import Any
 
+MOST_REQUESTS = 512
+"""Requests of the largest step with such a graph, as many as vLLM's own graphs have."""
 LONGEST_CONTEXT = 4096
 """Tokens of the longest context of a request in a step with such a graph."""
 
 
-def longest_context(scheduler_output: Any) -> int:
-    """Return the tokens of the longest context that a step reads (vLLM's ``SchedulerOutput``)."""
+def has_full_graph(scheduler_output: Any, largest: int) -> bool:
+    """Return whether a step computes prompts, and fits such graphs.
+
+    Args:
+        scheduler_output: vLLM's ``SchedulerOutput``.
+        largest: tokens of the largest one; 0: there are none.
+    """
+    requests = len(scheduler_output.num_scheduled_tokens)
+    tokens: int = scheduler_output.total_num_scheduled_tokens
+    if not (requests < tokens <= largest and requests <= MOST_REQUESTS):
+        return False
     computed = [request.num_computed_tokens for request in scheduler_output.scheduled_new_reqs]
-    return max((*computed, *scheduler_output.scheduled_cached_reqs.num_computed_tokens), default=0)
+    contexts = (*computed, *scheduler_output.scheduled_cached_reqs.num_computed_tokens)
+    return max(contexts, default=0) <= LONGEST_CONTEXT

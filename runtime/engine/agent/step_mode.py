@@ -3,7 +3,7 @@
 from typing import Any
 
 from shoal.policies.values.layouts import Layout
-from shoal.runtime.engine.agent.full_graph_steps import LONGEST_CONTEXT, longest_context
+from shoal.runtime.engine.agent.full_graph_steps import has_full_graph
 from shoal.runtime.protocol.messages import Mode
 
 
@@ -32,7 +32,7 @@ class Shift:
 
     @property
     def floor(self) -> int | None:
-        """A step in SP batches more tokens than this, unless a context is long; None: no SP."""
+        """Most steps in SP batch more tokens than this; None: there is no SP."""
         return None if self._floor is None else max(self._floor, self.full_graph_tokens)
 
     def mode(self, num_tokens: int, scheduler_output: Any = None) -> Mode:
@@ -42,13 +42,14 @@ class Shift:
             num_tokens: tokens that it batches.
             scheduler_output: vLLM's, if there is one.
         """
-        floor = self._floor
-        if floor is None or self.threshold is None:
+        if self._floor is None or self.threshold is None:
             return Mode.TP
-        if floor < num_tokens <= self.full_graph_tokens:
-            context = 0 if scheduler_output is None else longest_context(scheduler_output)
-            floor = self.full_graph_tokens if context <= LONGEST_CONTEXT else floor
-        return Mode.SP if num_tokens > max(floor, self.threshold) else Mode.TP
+        if num_tokens <= max(self._floor, self.threshold):
+            return Mode.TP
+        replays = scheduler_output is not None and self.full_graph_tokens >= num_tokens
+        if replays and has_full_graph(scheduler_output, self.full_graph_tokens):
+            return Mode.TP
+        return Mode.SP
 
 
 def sp_floor(layout: Layout, max_sp: int, captured: int) -> int | None:

@@ -54,6 +54,9 @@ def config(dtype: str = "bfloat16", **parts: str) -> SimpleNamespace:
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=parts.get("graphs", "FULL_AND_PIECEWISE"), cudagraph_capture_sizes=[8]
+        ),
     )
 
 
@@ -103,6 +106,7 @@ def test_the_result_of_an_equal_start_is_taken_and_of_no_other(tmp_path: Path) -
         fit(arguments(tmp_path, max_pp=2)),
         fit(args, lora="8 adapters of rank 16"),
         fit(args, speculation="3 tokens by n-grams"),
+        fit(args, graphs="PIECEWISE"),
     )
     assert [settings.seconds for _, settings in others] == [FIT_SECONDS] * len(others)
     assert not any(model is None or model.corrections for model, _ in others)

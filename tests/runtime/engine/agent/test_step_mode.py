@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
-from shoal.runtime.engine.agent.full_graph_steps import LONGEST_CONTEXT, longest_context
+from shoal.runtime.engine.agent.full_graph_steps import LONGEST_CONTEXT, MOST_REQUESTS
 from shoal.runtime.engine.agent.step_mode import Shift, sp_floor
 from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.engine.scheduler import vllm_core, vllm_group_core
@@ -46,43 +46,43 @@ def test_nobody_shifts_before_being_told() -> None:
     assert Shift(0).mode(10**6) is Mode.TP
 
 
-def step(new: list[int], cached: list[int]) -> SimpleNamespace:
-    """Return what tells the contexts of a step's requests: those that begin, and all others."""
+def step(requests: int, tokens: int, new: int = 0, cached: int = 0) -> SimpleNamespace:
+    """Return a step of so many requests; one that begins, and all others, have such contexts."""
     return SimpleNamespace(
-        scheduled_new_reqs=[SimpleNamespace(num_computed_tokens=tokens) for tokens in new],
-        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=cached),
+        num_scheduled_tokens=dict.fromkeys(map(str, range(requests)), 1),
+        total_num_scheduled_tokens=tokens,
+        scheduled_new_reqs=[SimpleNamespace(num_computed_tokens=new)],
+        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[cached] * (requests - 1)),
     )
 
 
-@pytest.mark.parametrize(
-    ("new", "cached", "longest"),
-    [([], [], 0), ([0, 80], [], 80), ([0], [7, 9], 9), ([99], [5], 99)],
-)
-def test_the_longest_context_is_that_of_any_request(
-    new: list[int], cached: list[int], longest: int
-) -> None:
-    assert longest_context(step(new, cached)) == longest
+LONGER = LONGEST_CONTEXT + 1
 
 
 @pytest.mark.parametrize(
-    ("tokens", "context", "mode"),
+    ("batched", "mode"),
     [
-        (512, LONGEST_CONTEXT + 1, Mode.TP),
-        (513, LONGEST_CONTEXT, Mode.TP),
-        (513, LONGEST_CONTEXT + 1, Mode.SP),
-        (1024, 0, Mode.TP),
-        (1025, 0, Mode.SP),
+        pytest.param(step(9, 512, cached=LONGER), Mode.TP, id="vLLM's own graphs"),
+        pytest.param(step(9, 513, cached=LONGEST_CONTEXT), Mode.TP, id="longest context"),
+        pytest.param(step(9, 513, cached=LONGER), Mode.SP, id="too long a context"),
+        pytest.param(step(9, 513, new=LONGER), Mode.SP, id="of a request that begins"),
+        pytest.param(step(1, 1024), Mode.TP, id="largest graph"),
+        pytest.param(step(1, 1025), Mode.SP, id="too large"),
+        pytest.param(step(600, 600), Mode.SP, id="nothing but decodes"),
+        pytest.param(step(MOST_REQUESTS + 1, 700), Mode.SP, id="too many requests"),
     ],
 )
-def test_a_step_that_has_a_full_graph_takes_tp(tokens: int, context: int, mode: Mode) -> None:
+def test_a_step_that_has_a_full_graph_takes_tp(batched: SimpleNamespace, mode: Mode) -> None:
     shift = Shift(512, 256, full_graph_tokens=1024)
     assert shift.floor == 1024
-    assert shift.mode(tokens, step([0], [context])) is mode
+    assert shift.mode(batched.total_num_scheduled_tokens, batched) is mode
+    without = Shift(512, 256).mode(batched.total_num_scheduled_tokens, batched)
+    assert without is (Mode.SP if batched.total_num_scheduled_tokens > 512 else Mode.TP)
 
 
 def test_the_threshold_counts_beside_full_graphs() -> None:
     shift = Shift(512, 2000, full_graph_tokens=1024)
-    assert [shift.mode(tokens, step([0], [])) for tokens in (1500, 2001)] == [Mode.TP, Mode.SP]
+    assert [shift.mode(tokens, step(1, tokens)) for tokens in (1500, 2001)] == [Mode.TP, Mode.SP]
     assert Shift(None, 0, full_graph_tokens=1024).floor is None
 
 

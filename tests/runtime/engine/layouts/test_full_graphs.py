@@ -14,9 +14,8 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from shoal.runtime.engine.agent.full_graph_steps import LONGEST_CONTEXT
+from shoal.runtime.engine.agent.full_graph_steps import LONGEST_CONTEXT, MOST_REQUESTS
 from shoal.runtime.engine.layouts.full_graphs import (
-    MOST_REQUESTS,
     MOST_TOKENS,
     FullGraphs,
     add_full_graphs,
@@ -71,6 +70,8 @@ def test_sizes_reach_up_to_the_longest_steps(own: list[int], most: int, sizes: l
         pytest.param(step(20, MOST_TOKENS), True, id="longest"),
         pytest.param(step(20, MOST_TOKENS + 1), False, id="too long"),
         pytest.param(step(20, 20), False, id="nothing but decodes"),
+        pytest.param(step(MOST_REQUESTS, 700), True, id="most requests"),
+        pytest.param(step(MOST_REQUESTS + 1, 700), False, id="too many requests"),
         pytest.param(step(20, 300, LONGEST_CONTEXT), True, id="longest context"),
         pytest.param(step(20, 300, LONGEST_CONTEXT + 1), False, id="too long a context"),
         pytest.param(step(20, 300, mode=Mode.SP), False, id="by sequence"),
