@@ -47,9 +47,10 @@ from shoal.server.options.serve_options import (
     serves_demo,
     with_chosen,
 )
-from shoal.server.options.sharing_options import check_shared_model, settle_share
+from shoal.server.options.sharing_options import check_shared_model, settle_share, sharing_settings
 from shoal.server.options.shift_options import AUTO, automatic_max_sp, check_shift
 from shoal.server.options.speculation_options import check_speculation_and_layouts
+from shoal.server.options.step_options import step_settings
 from shoal.server.options.tier_option import carry_settings
 from shoal.server.options.unsupported_models import check_repacked, check_stages
 from shoal.server.options.urgent_options import check_urgent
@@ -250,7 +251,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         fake=_fake_settings(args, vllm_config),
         prepare_timeout_seconds=args.prepare_timeout,
         switch_wait_seconds=args.switch_wait,
-        mixed_step_tokens=args.mixed_step_tokens,
+        **step_settings(args),
         **carry_settings(args),
         rebalance=args.rebalance,
         max_retries=args.max_retries,
@@ -268,8 +269,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
         **pool_settings(args),
         max_pp=args.max_pp,
         max_sp=args.max_sp,
-        share_weights=args.share_weights,
-        move_memory=args.move_memory,
+        **sharing_settings(args),
         shift_threshold=args.shift_threshold,
         whole_experts=whole,
         recording_dir=args.recording_dir,

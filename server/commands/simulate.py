@@ -32,9 +32,9 @@ from shoal.server.commands.command_parser import CommandParser
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
 from shoal.server.number_options import check_at_least
-from shoal.server.options.mixed_step_option import add_mixed_option
 from shoal.server.options.sharing_options import add_sharing_options, check_share
 from shoal.server.options.shift_options import add_shift_options, check_shift
+from shoal.server.options.step_options import add_mixed_option
 from shoal.server.options.tier_option import add_tier_option
 from shoal.server.options.urgent_options import add_urgent_option, check_urgent
 from shoal.server.options.workload_options import (

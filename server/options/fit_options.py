@@ -118,6 +118,7 @@ def _key(args: Namespace, vllm_config: Any, model: CostModel) -> dict[str, str]:
         "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
         "enforce_eager": config.enforce_eager,
         "graphs": (graphs.cudagraph_mode, graphs.cudagraph_capture_sizes),
+        "full_graph_tokens": args.full_graph_tokens,
         "adapters": vllm_config.lora_config,
         "speculation": vllm_config.speculative_config,
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,

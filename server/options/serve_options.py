@@ -36,7 +36,6 @@ from shoal.server.options.experts_option import add_experts_option
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
 from shoal.server.options.fit_options import add_fit_options, check_fit_options
 from shoal.server.options.front_end_option import front_ends
-from shoal.server.options.mixed_step_option import add_mixed_option
 from shoal.server.options.policy_options import add_policy_option
 from shoal.server.options.pool_options import add_pool_options, check_pool_options
 from shoal.server.options.promise_options import (
@@ -49,6 +48,7 @@ from shoal.server.options.sharing_options import AUTO as SHARE_AUTO
 from shoal.server.options.sharing_options import add_sharing_options, check_share
 from shoal.server.options.shift_options import add_shift_options
 from shoal.server.options.speculation_options import check_speculation_options
+from shoal.server.options.step_options import add_full_graph_option, add_mixed_option
 from shoal.server.options.tier_option import FAKE_BLOCKS, add_tier_option, check_tier
 from shoal.server.word_options import one_of
 
@@ -147,6 +147,7 @@ def _add_switch_options(group: argparse._ArgumentGroup) -> None:
         "many tokens together and prefixes are cached; 0: no switch does (default: %(default)s)",
     )
     add_mixed_option(group)
+    add_full_graph_option(group)
     add_tier_option(group)
     group.add_argument(
         "--carry-path",
@@ -290,7 +291,8 @@ def check_shoal_options(args: Namespace) -> None:
         if value is not None and value not in ENGINE_COUNTS:
             raise UserError(f"{flag_of(name)} {value}: it must be one of 1, 2, 4, 8")
     check_positive(args, "prepare_timeout")
-    check_at_least(args, 0, "switch_wait", "precopy_tokens", "mixed_step_tokens", "fake_step_ms")
+    check_at_least(args, 0, "switch_wait", "precopy_tokens", "fake_step_ms")
+    check_at_least(args, 0, "mixed_step_tokens", "full_graph_tokens")
     check_at_least(args, 1, "api_server_count")
     check_pool_options(args)
     check_bounds_options(args)

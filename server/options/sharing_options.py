@@ -55,6 +55,11 @@ def _share(text: str) -> int | str:
         raise ArgumentTypeError(f"{text!r} is neither a number nor {AUTO}") from None
 
 
+def sharing_settings(args: Namespace) -> dict[str, Any]:
+    """Return the fields of ``NodeConfig`` that the options set."""
+    return {"share_weights": args.share_weights, "move_memory": args.move_memory}
+
+
 def settle_share(args: Namespace, config: Any, engines: int, memory: int) -> None:
     """Choose how many engines share weights, where the user has left it open.
 

@@ -26,8 +26,6 @@ from shoal.runtime.engine.agent.full_graph_steps import MOST_REQUESTS, has_full_
 from shoal.runtime.engine.layouts.calls_within import call_within
 from shoal.runtime.protocol.messages import Mode
 
-MOST_TOKENS = 1024
-"""Tokens of the largest step with a full graph. There the device takes as long as the host."""
 SPACING = 16
 """Sizes of vLLM's own that are no multiple of this are left out: it has twice as many."""
 LARGER_SPACING = 64
@@ -39,15 +37,14 @@ def full_sizes(own: Sequence[int], most: int, *, chosen: bool = False) -> list[i
 
     Args:
         own: sizes for which vLLM captures piecewise graphs.
-        most: tokens of the largest step that there can be.
+        most: tokens of the largest step that is to have one.
         chosen: whether somebody chose those sizes, and so wants no others.
     """
-    limit = min(most, MOST_TOKENS)
-    fitting = sorted(size for size in own if size <= limit)
+    fitting = sorted(size for size in own if size <= most)
     if chosen:
         return fitting
     first = (max(own) // LARGER_SPACING + 1) * LARGER_SPACING
-    larger = range(first, limit + 1, LARGER_SPACING)
+    larger = range(first, most + 1, LARGER_SPACING)
     return [*(size for size in fitting if size % SPACING == 0), *larger]
 
 
@@ -157,13 +154,14 @@ class FullGraphManager(ModelCudaGraphManager):  # type: ignore[misc]
         )
 
 
-def add_full_graphs(model_runner: Any, *, chosen: bool) -> FullGraphs | None:
+def add_full_graphs(model_runner: Any, most: int, *, chosen: bool) -> FullGraphs | None:
     """Make a model runner capture full graphs of steps with prompts, too.
 
     vLLM captures them with its own, and includes them when it measures what graphs take.
 
     Args:
         model_runner: vLLM's, before its KV cache is initialised.
+        most: see ``NodeConfig.full_graph_tokens``.
         chosen: see ``full_sizes``.
 
     Returns:
@@ -186,7 +184,7 @@ def add_full_graphs(model_runner: Any, *, chosen: bool) -> FullGraphs | None:
     )
     if any(problems):
         return None
-    most = config.scheduler_config.max_num_batched_tokens
+    most = min(most, config.scheduler_config.max_num_batched_tokens)
     found = full_sizes(sizes, most, chosen=chosen)
     if not found:
         return None

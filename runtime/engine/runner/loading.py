@@ -245,7 +245,8 @@ class LayoutLoader:
         self.by_sequence.prepare(worker)
         if current_platform.is_cuda() and self.shared is None:
             chosen = self._node.vllm.sizes_are_chosen
-            worker.full_graphs = add_full_graphs(worker.model_runner, chosen=chosen)
+            most = self._node.full_graph_tokens
+            worker.full_graphs = add_full_graphs(worker.model_runner, most, chosen=chosen)
 
     def _load_weights(self, layout: Layout) -> None:
         worker = self.workers[layout]

@@ -36,6 +36,7 @@ def arguments(directory: Path, **fields: Any) -> Namespace:
         "recording_dir": None,
         "max_group": None,
         "max_pp": 1,
+        "full_graph_tokens": 1024,
         "shift_threshold": 512,
     }
     return Namespace(**{**fixed, **fields})
@@ -104,6 +105,7 @@ def test_the_result_of_an_equal_start_is_taken_and_of_no_other(tmp_path: Path) -
         fit(args, vllm="0.33.0"),
         fit(args, replace(MODEL, max_sp=2)),
         fit(arguments(tmp_path, max_pp=2)),
+        fit(arguments(tmp_path, full_graph_tokens=0)),
         fit(args, lora="8 adapters of rank 16"),
         fit(args, speculation="3 tokens by n-grams"),
         fit(args, graphs="PIECEWISE"),

@@ -333,6 +333,9 @@ def test_steps_in_which_requests_decode_have_a_limit_of_their_own_or_none() -> N
     with pytest.raises(UserError, match="--mixed-step-tokens -1"):
         check(parsed("--mixed-step-tokens", "-1"))
     assert parsed().mixed_step_tokens == MIXED_STEP_TOKENS
+    with pytest.raises(UserError, match="--full-graph-tokens -1"):
+        check(parsed("--full-graph-tokens", "-1"))
+    check(parsed("--full-graph-tokens", "0"))
     check(parsed("--mixed-step-tokens", "0"))
 
 

@@ -14,9 +14,9 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
+from shoal.runtime.config import FULL_GRAPH_TOKENS
 from shoal.runtime.engine.agent.full_graph_steps import LONGEST_CONTEXT, MOST_REQUESTS
 from shoal.runtime.engine.layouts.full_graphs import (
-    MOST_TOKENS,
     FullGraphs,
     add_full_graphs,
     full_sizes,
@@ -51,11 +51,11 @@ def step(
 @pytest.mark.parametrize(
     ("own", "most", "sizes"),
     [
-        pytest.param(OWN_SIZES, 8192, MIXED, id="as vLLM's are by default"),
+        pytest.param(OWN_SIZES, 1024, MIXED, id="by default"),
         pytest.param(OWN_SIZES, 700, [*OWN_MIXED, 576, 640], id="short steps"),
         pytest.param(OWN_SIZES, 100, [16, 32, 48, 64, 80, 96], id="very short steps"),
         pytest.param([1, 2, 4, 8], 128, [64, 128], id="small graphs only"),
-        pytest.param([16, 2048], 8192, [16], id="vLLM's own are larger"),
+        pytest.param([16, 2048], 1024, [16], id="vLLM's own are larger"),
     ],
 )
 def test_sizes_reach_up_to_the_longest_steps(own: list[int], most: int, sizes: list[int]) -> None:
@@ -67,8 +67,8 @@ def test_sizes_reach_up_to_the_longest_steps(own: list[int], most: int, sizes: l
     [
         pytest.param(step(1, 300), True, id="a prompt alone"),
         pytest.param(step(20, 300), True, id="beside decodes"),
-        pytest.param(step(20, MOST_TOKENS), True, id="longest"),
-        pytest.param(step(20, MOST_TOKENS + 1), False, id="too long"),
+        pytest.param(step(20, FULL_GRAPH_TOKENS), True, id="longest"),
+        pytest.param(step(20, FULL_GRAPH_TOKENS + 1), False, id="too long"),
         pytest.param(step(20, 20), False, id="nothing but decodes"),
         pytest.param(step(MOST_REQUESTS, 700), True, id="most requests"),
         pytest.param(step(MOST_REQUESTS + 1, 700), False, id="too many requests"),
@@ -93,8 +93,8 @@ def test_none_may_where_none_was_captured() -> None:
 
 
 def test_chosen_sizes_are_all_that_there_are() -> None:
-    assert full_sizes([100, 8, 2048], 8192, chosen=True) == [8, 100]
-    assert full_sizes([2048], 8192, chosen=True) == []
+    assert full_sizes([100, 8, 2048], 1024, chosen=True) == [8, 100]
+    assert full_sizes([2048], 1024, chosen=True) == []
 
 
 # --- capture and dispatch by vLLM's manager ---
@@ -213,7 +213,7 @@ def captured_runner(larger: list[int] | None = None) -> tuple[Runner, FullGraphs
     runner = runner_of()
     if larger:
         capture_also(runner, larger)
-    graphs = add_full_graphs(runner, chosen=False)
+    graphs = add_full_graphs(runner, FULL_GRAPH_TOKENS, chosen=False)
     assert graphs is not None
     runner.initialize_kv_cache()
     runner.capture_model()
@@ -234,8 +234,8 @@ def test_all_graphs_are_captured_beside_vllms_own(
     decodes = [desc for desc in runner.cudagraph_manager.graphs if desc.uniform_token_count == 1]
     assert [desc.num_tokens for desc in mixed] == MIXED[::-1]
     assert [desc.num_tokens for desc in decodes] == OWN_SIZES[::-1]
-    assert graphs.largest == MOST_TOKENS
-    assert len(runner.cudagraph_manager.hidden_states) == max([MOST_TOKENS, *(larger or [])])
+    assert graphs.largest == FULL_GRAPH_TOKENS
+    assert len(runner.cudagraph_manager.hidden_states) == max([FULL_GRAPH_TOKENS, *(larger or [])])
 
 
 @pytest.mark.usefixtures("prepared")
@@ -289,7 +289,7 @@ def test_only_attention_of_steps_with_prompts_is_not_split(prepared: list[Any]) 
 )
 def test_other_attention_is_left_alone(builders: list[Any]) -> None:
     runner = runner_of(builders=builders)
-    graphs = add_full_graphs(runner, chosen=False)
+    graphs = add_full_graphs(runner, FULL_GRAPH_TOKENS, chosen=False)
     assert graphs is not None
     runner.initialize_kv_cache()
     classes = [type(builder) for builder in builders]
@@ -309,7 +309,7 @@ def test_other_attention_is_left_alone(builders: list[Any]) -> None:
     ],
 )
 def test_other_modes_of_graphs_are_left_alone(mode: CUDAGraphMode) -> None:
-    assert add_full_graphs(runner_of(mode), chosen=False) is None
+    assert add_full_graphs(runner_of(mode), FULL_GRAPH_TOKENS, chosen=False) is None
 
 
 @pytest.mark.parametrize(
@@ -318,24 +318,37 @@ def test_other_modes_of_graphs_are_left_alone(mode: CUDAGraphMode) -> None:
 def test_models_with_other_inputs_are_left_alone(field: str) -> None:
     runner = runner_of()
     setattr(runner.vllm_config.model_config, field, True)
-    assert add_full_graphs(runner, chosen=False) is None
+    assert add_full_graphs(runner, FULL_GRAPH_TOKENS, chosen=False) is None
+
+
+def test_nobody_has_to_have_them() -> None:
+    assert add_full_graphs(runner_of(), 0, chosen=False) is None
+    assert add_full_graphs(runner_of(), 0, chosen=True) is None
+
+
+def test_they_reach_up_to_the_longest_steps() -> None:
+    runner = runner_of()
+    runner.vllm_config.scheduler_config.max_num_batched_tokens = 600
+    graphs = add_full_graphs(runner, 2048, chosen=False)
+    assert graphs is not None
+    assert graphs.sizes[-1] == 576
 
 
 def test_chosen_sizes_that_are_too_large_are_left_alone() -> None:
     runner = runner_of()
     runner.vllm_config.compilation_config.cudagraph_capture_sizes = [2048]
-    assert add_full_graphs(runner, chosen=True) is None
-    assert add_full_graphs(runner_of(), chosen=True) is not None
+    assert add_full_graphs(runner, FULL_GRAPH_TOKENS, chosen=True) is None
+    assert add_full_graphs(runner_of(), FULL_GRAPH_TOKENS, chosen=True) is not None
 
 
 def test_the_v1_model_runner_is_left_alone() -> None:
     runner = runner_of()
     runner.cudagraph_dispatcher = object()  # type: ignore[attr-defined]
-    assert add_full_graphs(runner, chosen=False) is None
+    assert add_full_graphs(runner, FULL_GRAPH_TOKENS, chosen=False) is None
 
 
 @pytest.mark.parametrize("field", ["lora_config", "speculative_config"])
 def test_adapters_and_drafts_have_none(field: str) -> None:
     runner = runner_of()
     setattr(runner.vllm_config, field, object())
-    assert add_full_graphs(runner, chosen=False) is None
+    assert add_full_graphs(runner, FULL_GRAPH_TOKENS, chosen=False) is None
