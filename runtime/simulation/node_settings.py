@@ -156,7 +156,7 @@ class Node:
 
     @property
     def _launched(self) -> HardwareFile:
-        """The hardware as steps see it."""
+        """The hardware; with full graphs its host takes no time for the layers of a step in TP."""
         if not self.full_graphs:
             return self.hardware
         return msgspec.structs.replace(self.hardware, tp_layer_host_seconds=0.0)

@@ -46,10 +46,9 @@ class Shift:
             return Mode.TP
         if num_tokens <= max(self._floor, self.threshold):
             return Mode.TP
-        replays = scheduler_output is not None and self.full_graph_tokens >= num_tokens
-        if replays and has_full_graph(scheduler_output, self.full_graph_tokens):
-            return Mode.TP
-        return Mode.SP
+        known = scheduler_output is not None
+        replays = known and has_full_graph(scheduler_output, self.full_graph_tokens)
+        return Mode.TP if replays else Mode.SP
 
 
 def sp_floor(layout: Layout, max_sp: int, captured: int) -> int | None:
