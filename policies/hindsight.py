@@ -11,7 +11,7 @@ from math import ceil, inf, log1p
 from typing import NamedTuple
 
 from shoal.policies.shadow import Decode, Job, Present, Shadow, Terms, fork, present
-from shoal.policies.unit_costs import prices_of, rate_of
+from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import Mode, StepKind
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.partition import Partition
@@ -139,7 +139,6 @@ def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]
             mixed=snapshot.chunk(layout),
             prices=prices_of(snapshot, layout),
             output=snapshot.output_tokens,
-            rate=rate_of(snapshot, layout),
         )
     return terms
 

@@ -18,7 +18,7 @@ from math import ceil, inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from shoal.policies.unit_costs import Prices
+from shoal.policies.unit_costs import Prices, Start, latest
 from shoal.policies.values.batch import PromptWork
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.pace import Pace
@@ -83,8 +83,6 @@ class Terms(NamedTuple):
     prices: Prices
     output: float = 0.0
     """Tokens of the mean output."""
-    rate: float = 0.0
-    """Requests that usually come to it in a second."""
 
     def prompts(self, tokens: int, context: float, pairs: float, decodes: int) -> float:
         """Return the seconds of a step with prompts."""
@@ -288,8 +286,8 @@ class Queue:
         here = sum(now - job.start for job in self.waiting)
         return self.ended + here + sum(now - one.start for one in self.running)
 
-    def cost(self, job: Job, terms: Terms) -> float:
-        """Return what a request costs all requests here (``unit_costs.py``).
+    def start(self, job: Job, terms: Terms) -> Start:
+        """Return what this unit makes of a request (``unit_costs.py``).
 
         It also waits for the present step, which may compute prompts of some of ``running``.
         """
@@ -300,8 +298,7 @@ class Queue:
         wait = (step if step > 0.0 else 0.0) + queued * prompt
         reads = output * (self.context + queued) * read + others * output / 2 * read * job.prompt
         own = terms.prices.seconds(PromptWork.of(job.prompt, job.new))
-        later = terms.rate * (wait + own / 2)
-        return wait + reads + (1 + others + later) * own
+        return Start(wait + own, wait + reads + (1 + others) * own)
 
 
 @dataclass(slots=True)
@@ -322,11 +319,12 @@ class Shadow:
 
     def put(self, job: Job, terms: Mapping[Layout, Terms]) -> None:
         """Send a request to the unit where it costs least."""
-        best, least = self.queues[0], inf
-        for queue in self.queues if len(self.queues) > 1 else ():
-            cost = queue.cost(job, terms[queue.layout])
-            if cost < least:
-                best, least = queue, cost
+        best = self.queues[0]
+        if len(self.queues) > 1:
+            starts = [queue.start(job, terms[queue.layout]) for queue in self.queues]
+            bound = latest(min([start.first_token for start in starts]))
+            costs = [inf if start.first_token > bound else start.cost for start in starts]
+            best = self.queues[costs.index(min(costs))]
         best.put(job)
 
     def expect(self, key: str, output: int, terms: Mapping[Layout, Terms], *, known: bool) -> None:

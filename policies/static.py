@@ -29,7 +29,8 @@ def dispatch_least_loaded(
     not overtake it for ever. A request that no unit can hold blocks no others. A request that is
     too long for a single engine goes to the smallest group that can start it, whatever ``prefer``
     says, because wider groups are scarcer. Otherwise it goes to the unit in which it costs least:
-    one that has its prefix cached, or little to do (``unit_costs.py``).
+    one that has its prefix cached, or little to do, unless its first token would come too late
+    there (``unit_costs.py``).
 
     Args:
         snapshot: the node.
@@ -68,10 +69,14 @@ def _needs_group(snapshot: Snapshot, request: PoolRequest) -> bool:
 
 def _choose(rooms: list[Room], request: PoolRequest, sign: int, cost: UnitCosts) -> Room | None:
     """Return the room to take; None: the request waits. ``sign`` is as in ``Preference``."""
+    starts = {room.unit.unit.leader: cost(request, room) for room in rooms}
+    latest = cost.latest(starts.values())
 
-    def rank(room: Room) -> tuple[int, float, int]:
+    def rank(room: Room) -> tuple[int, bool, float, int]:
+        start = starts[room.unit.unit.leader]
+        late = start.first_token > latest
         # Idle units cost the same: the one with the least in its cache keeps the caches apart.
-        return sign * room.unit.unit.size, cost(request, room), room.unit.cached_tokens
+        return sign * room.unit.unit.size, late, start.cost, room.unit.cached_tokens
 
     best = min(rooms, key=rank)
     if best.takes(request):

@@ -6,14 +6,14 @@ context every step reads, too. The others wait while its prompt is computed, and
 context. So a request goes where its prefix is cached unless more is lost there than the prefix
 saves, and the more requests a unit has, the more a prefix must save.
 
-The others are also those that will come before its prompt is computed. If these were not counted,
-long prompts would all go to the unit with the fewest requests, however long they had to wait there,
-because a prompt costs the most where the most requests are. But the longer a prompt waits, the more
-requests come to its unit meanwhile, and each of them loses time, too. This bounds how long a prompt
-waits so that others need not.
+So long prompts go to the unit with the fewest requests, and wait there for each other. In a burst
+their first tokens would come far later than in the order of arrival. So a request goes to no unit
+where its first token comes much later than it could (``latest``), whatever the others lose.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 from operator import mul
 from typing import NamedTuple
 
@@ -25,6 +25,9 @@ from shoal.policies.values.snapshot import PoolRequest, Snapshot
 READS_PER_PROMPT_TOKEN = 700
 """Without a cost model: tokens of context that a step reads in the time of a prompt's token. It is
 about that of an 8B model on an H200."""
+LATER, LATER_SECONDS = 0.5, 0.2
+"""By which share, and how many seconds, a first token may come later so that others need not wait.
+They are a trade of the slowest first tokens for the mean request (docs/policies.md)."""
 _DECODES, _CONTEXT, _CHUNK = 32, 4096, 2048
 _LONG_CONTEXT = 32768
 
@@ -46,6 +49,24 @@ class Prices:
         return max(0.0, self.prompt * work.tokens + self.attend * more)
 
 
+class Start(NamedTuple):
+    """What a unit makes of a request that starts there, in seconds or another unit of time."""
+
+    first_token: float
+    """Until its first token."""
+    cost: float
+    """The time that all requests of the unit lose together."""
+
+
+def latest(earliest: float) -> float:
+    """Return how long a request may wait for its first token, seconds.
+
+    Args:
+        earliest: how long it waits in the unit where that comes first, seconds.
+    """
+    return earliest * (1.0 + LATER) + LATER_SECONDS
+
+
 class _Terms(NamedTuple):
     """What does not depend on the request."""
 
@@ -57,8 +78,6 @@ class _Terms(NamedTuple):
     reads: float
     """Time in which a request's steps read the contexts of the unit's requests."""
     others: int
-    rate: float
-    """Requests that come to the unit in a unit of time."""
     read: float
     """Time in which the others' steps read a token of the request."""
 
@@ -80,16 +99,23 @@ class UnitCosts:
         self._terms: dict[int, _Terms] = {}
         """Both by the unit's leader."""
 
-    def __call__(self, request: PoolRequest, room: Room) -> float:
-        """Return the cost, by which units can be compared."""
+    def __call__(self, request: PoolRequest, room: Room) -> Start:
+        """Return what the unit makes of a request, by which units can be compared."""
         terms = self._terms.get(room.unit.unit.leader)
         if terms is None or terms.taken != room.taken:
             terms = self._terms[room.unit.unit.leader] = self._terms_of(room)
         own = terms.prices.seconds(room.work(request))
-        # Those that come while its own prompt is computed wait for half of it in the mean.
-        later = terms.rate * (terms.wait + own / 2)
-        lost = (1 + terms.others + later) * own
-        return terms.wait + terms.reads + lost + terms.read * request.prompt_tokens
+        lost = (1 + terms.others) * own
+        cost = terms.wait + terms.reads + lost + terms.read * request.prompt_tokens
+        return Start(terms.wait + own, cost)
+
+    def latest(self, starts: Iterable[Start]) -> float:
+        """Return how long a request may wait for its first token, if it may start in these ways.
+
+        Without a cost model times are not in seconds, and it may wait for ever.
+        """
+        timed = self._snapshot.cost_model is not None
+        return latest(min(start.first_token for start in starts)) if timed else inf
 
     def _terms_of(self, room: Room) -> _Terms:
         unit, seen = room.unit, self._snapshot
@@ -103,17 +129,10 @@ class UnitCosts:
             self._queued[unit.unit.leader] = queued
         wait = prices.seconds(self._queued[unit.unit.leader].with_(room.queued))
         others = unit.requests + room.taken
-        # Without a cost model times are not in seconds, so no rate can be multiplied by them.
-        rate = rate_of(seen, layout) if seen.cost_model else 0.0
         reads = output * (unit.context_tokens + room.context) * prices.read
         # On average, half of the others' outputs are still to come.
         read = others * output / 2 * prices.read
-        return _Terms(room.taken, prices, wait, reads, others, rate, read)
-
-
-def rate_of(snapshot: Snapshot, layout: Layout) -> float:
-    """Return how many requests usually come to a unit of a layout in a second."""
-    return snapshot.usual_rate * layout.world_size / snapshot.engines
+        return _Terms(room.taken, prices, wait, reads, others, read)
 
 
 def prices_of(snapshot: Snapshot, layout: Layout) -> Prices:
