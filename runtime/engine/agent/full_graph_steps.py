@@ -8,9 +8,9 @@ from typing import Any
 MOST_REQUESTS = 512
 """Requests of the largest step with such a graph, as many as vLLM's own graphs have."""
 LONGEST_CONTEXT = 8192
-"""Tokens of the longest context of a request in a step with such a graph. One block of threads reads
-all of it. In TP2 such a step is faster than one in pieces up to about 9,000 tokens, and in DP up to
-about 6,000, or more where the host is slow (docs/benchmarks/host.md)."""
+"""Tokens of the longest context of a request in a step with such a graph. One block of threads
+reads all of it. In TP2 such a step is faster than one in pieces up to about 9,000 tokens, and in DP
+up to about 6,000, or more where the host is slow (docs/benchmarks/host.md)."""
 
 
 def has_full_graph(scheduler_output: Any, largest: int) -> bool:
