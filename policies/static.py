@@ -69,14 +69,12 @@ def _needs_group(snapshot: Snapshot, request: PoolRequest) -> bool:
 
 def _choose(rooms: list[Room], request: PoolRequest, sign: int, cost: UnitCosts) -> Room | None:
     """Return the room to take; None: the request waits. ``sign`` is as in ``Preference``."""
-    starts = {room.unit.unit.leader: cost(request, room) for room in rooms}
-    latest = cost.latest(starts.values())
+    ranks = cost.ranks(request, rooms)
 
     def rank(room: Room) -> tuple[int, bool, float, int]:
-        start = starts[room.unit.unit.leader]
-        late = start.first_token > latest
+        unit = room.unit.unit
         # Idle units cost the same: the one with the least in its cache keeps the caches apart.
-        return sign * room.unit.unit.size, late, start.cost, room.unit.cached_tokens
+        return sign * unit.size, *ranks[unit], room.unit.cached_tokens
 
     best = min(rooms, key=rank)
     if best.takes(request):

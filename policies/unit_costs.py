@@ -18,7 +18,7 @@ from operator import mul
 from typing import NamedTuple
 
 from shoal.policies.values.batch import Batch, PromptWork
-from shoal.policies.values.layouts import Layout
+from shoal.policies.values.layouts import Layout, Unit
 from shoal.policies.values.plan import Room
 from shoal.policies.values.snapshot import PoolRequest, Snapshot
 
@@ -109,13 +109,15 @@ class UnitCosts:
         cost = terms.wait + terms.reads + lost + terms.read * request.prompt_tokens
         return Start(terms.wait + own, cost)
 
-    def latest(self, starts: Iterable[Start]) -> float:
-        """Return how long a request may wait for its first token, if it may start in these ways.
+    def ranks(self, request: PoolRequest, rooms: Iterable[Room]) -> dict[Unit, tuple[bool, float]]:
+        """Return by what units are compared: whether a first token is too late there, and the cost.
 
-        Without a cost model times are not in seconds, and it may wait for ever.
+        Without a cost model times are not in seconds, and no first token is too late.
         """
-        timed = self._snapshot.cost_model is not None
-        return latest(min(start.first_token for start in starts)) if timed else inf
+        starts = {room.unit.unit: self(request, room) for room in rooms}
+        timed = starts and self._snapshot.cost_model is not None
+        bound = latest(min(start.first_token for start in starts.values())) if timed else inf
+        return {unit: (start.first_token > bound, start.cost) for unit, start in starts.items()}
 
     def _terms_of(self, room: Room) -> _Terms:
         unit, seen = room.unit, self._snapshot

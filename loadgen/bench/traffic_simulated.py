@@ -10,7 +10,7 @@ from shoal.loadgen.replay_results import milliseconds
 from shoal.loadgen.summary import report
 from shoal.loadgen.workload import Workload
 from shoal.policies.installed_policies import load_policies
-from shoal.runtime.simulation.node_settings import STOCK_CAPTURED_TOKENS, Node
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.simulated_node import simulate
 from shoal.server.commands.simulate import records_of
 
@@ -41,7 +41,6 @@ class Simulated:
             self.node,
             max_sp=1,
             mixed_step_tokens=0,
-            captured_tokens=STOCK_CAPTURED_TOKENS,
             full_graphs=False,
             place_by_prefix=False,
             rebalance=False,

@@ -63,7 +63,8 @@ class Node:
         shift_threshold: decides which steps run in SP.
         captured_tokens: tokens of the largest CUDA graph; a step in SP batches more.
         full_graphs: whether steps with prompts have full graphs, with which the host does not hold
-            up groups in TP.
+            up groups in TP. Those of engines that share weights have none, and without them no
+            graph is larger than vLLM's own.
         prefix_caching: whether units keep the KV of prompts that others may begin with.
         place_by_prefix: see ``NodeConfig``, as ``rebalance``.
         tier_gib: GiB of the host's memory that each engine has for KV.
@@ -129,7 +130,7 @@ class Node:
                 layers=self.shape.layers,
                 kv_heads=self.shape.kv_heads,
                 max_num_batched_tokens=self.max_num_batched_tokens,
-                captured_tokens=self.captured_tokens,
+                captured_tokens=self._captured_tokens,
                 steps_at_once=STEPS_AT_ONCE,
                 asynchronous=True,
                 token_bytes=int(self.shape.model_shape().kv_bytes_per_token),
@@ -155,9 +156,18 @@ class Node:
         )
 
     @property
+    def _has_full_graphs(self) -> bool:
+        return self.full_graphs and self.share_weights == 1
+
+    @property
+    def _captured_tokens(self) -> int:
+        least = min(self.captured_tokens, STOCK_CAPTURED_TOKENS)
+        return self.captured_tokens if self._has_full_graphs else least
+
+    @property
     def _launched(self) -> HardwareFile:
         """The hardware; with full graphs its host takes no time for the layers of a step in TP."""
-        if not self.full_graphs:
+        if not self._has_full_graphs:
             return self.hardware
         return msgspec.structs.replace(self.hardware, tp_layer_host_seconds=0.0)
 
@@ -178,5 +188,5 @@ class Node:
         """Return how long steps take if so many engines share weights."""
         return step_times(
             *(self.shape, self._launched, self.max_sp, share),
-            *(self.corrections, self.captured_tokens, self.max_group),
+            *(self.corrections, self._captured_tokens, self.max_group),
         )

@@ -1,8 +1,9 @@
 """Which unit each request is carried to."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from shoal.policies.unit_costs import UnitCosts
 from shoal.policies.values.layouts import Unit
@@ -43,8 +44,8 @@ class Destinations:
         that is possible. Units that share an engine with the source come first, because much of the
         KV then stays on its device. Of these a request that has begun goes to the one with the
         fewest tokens for each engine. One whose prompt still waits has nothing to take along, so it
-        goes where it costs least, as a new one does: short prompts then need not wait for all the
-        long ones.
+        goes where it costs least and its first token does not come too late, as a new one does:
+        short prompts then need not wait for all the long ones.
         """
         waiting = {request.id for request in self._cores(source).uncounted.requests}
         divided: defaultdict[Unit | None, list[Request]] = defaultdict(list)
@@ -57,21 +58,26 @@ class Destinations:
             if unit is not None:
                 self._rooms[unit].join(request.seen)
         for request in sorted(new, key=lambda each: each.seen.arrival):
-            unit = self._choose(source, request, partial(self._price, request))
+            unit = self._choose(source, request, partial(self._prices, request))
             divided[unit].append(request)
             if unit is not None:
                 self._rooms[unit].take(request.seen)
         return divided
 
-    def _tokens(self, unit: Unit) -> float:
-        room = self._rooms[unit]
-        return (room.unit.context_tokens + room.context) / unit.size
+    def _tokens(self, units: Iterable[Unit]) -> dict[Unit, float]:
+        rooms = {unit: self._rooms[unit] for unit in units}
+        return {
+            unit: (room.unit.context_tokens + room.context) / unit.size
+            for unit, room in rooms.items()
+        }
 
-    def _price(self, request: Request, unit: Unit) -> float:
+    def _prices(self, request: Request, units: Iterable[Unit]) -> dict[Unit, tuple[bool, float]]:
         assert self._cost is not None
-        return self._cost(request.seen, self._rooms[unit])
+        return self._cost.ranks(request.seen, [self._rooms[unit] for unit in units])
 
-    def _choose(self, source: Unit, request: Request, rank: Callable[[Unit], float]) -> Unit | None:
+    def _choose(
+        self, source: Unit, request: Request, rank: Callable[[Iterable[Unit]], Mapping[Unit, Any]]
+    ) -> Unit | None:
         able = [
             unit
             for unit in self._rooms
@@ -82,7 +88,8 @@ class Destinations:
         is_urgent = request.seen.priority < NORMAL_PRIORITY
         able = [unit for unit in able if (unit == self._apart) == is_urgent] or able
         near = [unit for unit in able if not set(unit.engines).isdisjoint(source.engines)]
-        return min(near or able, key=lambda unit: (rank(unit), unit), default=None)
+        ranks = rank(near or able)
+        return min(ranks, key=lambda unit: (ranks[unit], unit), default=None)
 
 
 def is_led_alike(source: Unit, destination: Unit) -> bool:
