@@ -234,7 +234,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     check_model(args.model)
     engine_args = vllm_options.engine_args(args)
     vllm_config = vllm_options.make_vllm_config(engine_args)
-    settle_share(args, vllm_config, engines, vllm_options.gpu_memory() if on_gpus else 0)
+    settle_share(args, vllm_config, engines, vllm_options.gpu_memory() if on_gpus else 0, say)
     _settle(args, vllm_config, max_group, on_gpus=on_gpus)
     whole, layouts = args.whole_experts, _configured_layouts(args, max_group, vllm_config)
     configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts, whole)

@@ -375,7 +375,7 @@ def engines_and_group(args: Namespace, gpus: int, *, demo: bool) -> tuple[int, i
     check_tier(args, engines)
     if args.max_pp > max_group:
         raise UserError(f"--max-pp {args.max_pp}: a group has at most {max_group} engines")
-    if args.max_pp > 1 and args.share_weights not in (1, SHARE_AUTO):
+    if args.max_pp > 1 and args.share_weights not in (None, 1, SHARE_AUTO):
         raise UserError("--max-pp and --share-weights: a stage needs all weights of its layers")
     return engines, max_group
 

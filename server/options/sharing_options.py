@@ -1,12 +1,16 @@
 """The options of engines that share weights, of ``shoal serve`` and ``shoal simulate``."""
 
 from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace, _ActionsContainer
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from shoal.policies.static import MANUAL, STATIC_DP
 from shoal.runtime.config import ENGINE_COUNTS
+from shoal.runtime.node.supervisor import Say
 from shoal.runtime.simulation.shape_files import FileError
 from shoal.server.errors import UserError
 from shoal.server.options.promise_options import shape_of
+from shoal.server.options.shift_options import BY_SEQUENCE
 
 LOADED_BY_NAME = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
 """vLLM's load formats that hand out a checkpoint's tensors one by one, by the names of layers."""
@@ -20,6 +24,9 @@ AUTO = "auto"
 MOST_FOR_WEIGHTS = 0.9
 """The share of the memory that vLLM may take which weights may take: the rest is for KV, for what a
 step computes and for graphs."""
+USUAL_FOR_WEIGHTS = 0.75
+"""The share that they may take without need. Above it there is so little KV that requests wait
+longer for it than whole weights save (docs/benchmarks/share-weights.md)."""
 
 
 def add_sharing_options(group: _ActionsContainer, *, automatic: bool) -> None:
@@ -29,15 +36,16 @@ def add_sharing_options(group: _ActionsContainer, *, automatic: bool) -> None:
         group: the group that gets the option.
         automatic: whether ``--share-weights auto`` is known.
     """
-    rule = f"; {AUTO}: the fewest with which the weights fit into a GPU"
+    rule = f"; {AUTO}: the fewest with which three quarters of a GPU hold the weights"
+    usual = f"{AUTO} for the models it is tested on, else 1" if automatic else "1"
     group.add_argument(
         "--share-weights",
         type=_share if automatic else int,
-        default=1,
+        default=None if automatic else 1,
         choices=(AUTO, *ENGINE_COUNTS) if automatic else ENGINE_COUNTS,
         help="how many engines share the weights of layers: each keeps one part of so many, and "
         f"reads the others' parts while it computes{rule if automatic else ''} "
-        "(default: %(default)s: each keeps all)",
+        f"(default: {usual}; with 1 each keeps all)",
     )
     group.add_argument(
         "--move-memory",
@@ -60,7 +68,7 @@ def sharing_settings(args: Namespace) -> dict[str, Any]:
     return {"share_weights": args.share_weights, "move_memory": args.move_memory}
 
 
-def settle_share(args: Namespace, config: Any, engines: int, memory: int) -> None:
+def settle_share(args: Namespace, config: Any, engines: int, memory: int, say: Say) -> None:
     """Choose how many engines share weights, where the user has left it open.
 
     Args:
@@ -68,30 +76,63 @@ def settle_share(args: Namespace, config: Any, engines: int, memory: int) -> Non
         config: vLLM's ``VllmConfig``.
         engines: of the node.
         memory: bytes of a GPU; 0: engines run on the CPU, where there is one memory for all.
+        say: is told if they share what nobody asked them to.
 
     Raises:
         UserError: see ``automatic_share``.
     """
-    if args.share_weights != AUTO:
+    asked = args.share_weights
+    if asked is None and not _is_tested(args, config, engines):
+        args.share_weights = 1
+    if isinstance(args.share_weights, int):
         return
     room = memory * config.cache_config.gpu_memory_utilization
     # The largest degree of SP is chosen later; the larger it is, the less engines may share.
     max_sp = args.max_sp if isinstance(args.max_sp, int) else engines
     most = 1 if args.max_pp > 1 else engines
-    args.share_weights = automatic_share(config, most, room, max_sp)
+    # DP alone is slow while it streams, so it has whole weights if they fit at all.
+    forms_groups = args.policy not in (MANUAL.name, STATIC_DP.name)
+    limits = (USUAL_FOR_WEIGHTS, MOST_FOR_WEIGHTS) if forms_groups else (MOST_FOR_WEIGHTS,)
+    args.share_weights = automatic_share(config, most, room, max_sp, limits)
+    if asked is None and args.share_weights > 1:
+        say(
+            f"--share-weights {args.share_weights}: whole weights would leave too little of each "
+            "GPU's memory for KV (--share-weights 1 keeps them whole)"
+        )
 
 
-def automatic_share(config: Any, engines: int, room: float, max_sp: int = 1) -> int:
-    """Return the fewest engines that have to share weights so that these fit into each.
+def _is_tested(args: Namespace, config: Any, engines: int) -> bool:
+    """Return whether engines may share weights without being asked to."""
+    model = config.model_config
+    return (
+        model.architecture in BY_SEQUENCE
+        and not (model.supports_multimodal_inputs or args.enable_lora)
+        and args.speculative_config is None
+        and not list(_problems(config, engines))
+    )
+
+
+def automatic_share(
+    config: Any,
+    engines: int,
+    room: float,
+    max_sp: int = 1,
+    limits: Sequence[float] = (MOST_FOR_WEIGHTS,),
+) -> int:
+    """Return the fewest engines that have to share weights so that these keep within a limit.
+
+    It is 1 for a model whose weights cannot be shared, or whose size is not known.
 
     Args:
         config: vLLM's ``VllmConfig``.
         engines: of the node.
         room: bytes of a GPU that vLLM may take; 0: it is not known.
         max_sp: see ``NodeConfig.max_sp``.
+        limits: shares of ``room`` that weights may take; the first with which there is a number
+            counts.
 
     Raises:
-        UserError: they fit at no number.
+        UserError: they are above all limits at every number.
     """
     model = config.model_config
     cannot = not _is_known(config) or model.is_moe or model.use_mla
@@ -99,17 +140,18 @@ def automatic_share(config: Any, engines: int, room: float, max_sp: int = 1) -> 
         return 1
     try:
         shape = shape_of(model, config.cache_config.cache_dtype)
-    except FileError as error:
-        raise UserError(f"--share-weights {AUTO}: {error}") from error
+    except FileError:  # nobody knows how large it is
+        return 1
     counts = [count for count in ENGINE_COUNTS if count <= engines]
-    for count in counts:
-        if shape.kept_bytes(count, engines, max_sp) <= MOST_FOR_WEIGHTS * room:
-            return count
+    for most in limits:
+        for count in counts:
+            if shape.kept_bytes(count, engines, max_sp) <= most * room:
+                return count
     least = shape.kept_bytes(counts[-1], engines, max_sp) / 1e9
     raise UserError(
         f"--share-weights {AUTO}: {model.model} has {shape.weight_bytes / 1e9:.0f} GB of weights; "
         f"with --share-weights {counts[-1]} each engine keeps {least:.0f} GB, and a GPU has room "
-        f"for {MOST_FOR_WEIGHTS * room / 1e9:.0f} GB"
+        f"for {limits[-1] * room / 1e9:.0f} GB"
     )
 
 
@@ -130,11 +172,11 @@ def _is_known(config: Any) -> bool:
     return quantisation in LOADED_IN_FP8 and is_loaded
 
 
-def check_share(share: int | str, engines: int) -> None:
+def check_share(share: int | str | None, engines: int) -> None:
     """Refuse more sharing than there are engines.
 
     Args:
-        share: ``--share-weights``, a number or ``AUTO``.
+        share: ``--share-weights``: a number, ``AUTO``, or None.
         engines: of the node.
 
     Raises:
@@ -157,8 +199,12 @@ def check_shared_model(share: int, config: Any, groups: int) -> None:
     Raises:
         UserError: the message says why.
     """
-    if share == 1:
-        return
+    for problem in _problems(config, groups) if share > 1 else ():
+        raise UserError(f"--share-weights {share}: {problem}")
+
+
+def _problems(config: Any, groups: int) -> Iterator[str]:
+    """Yield what keeps engines from sharing a model's weights (see ``check_shared_model``)."""
     model, load_format = config.model_config, config.load_config.load_format
     size = getattr(model.hf_text_config, "intermediate_size", 0)
     block, _ = getattr(config.quant_config, "weight_block_size", None) or (1, 1)
@@ -178,6 +224,4 @@ def check_shared_model(share: int, config: Any, groups: int) -> None:
         ),
         f"--load-format {load_format} is not supported": load_format not in LOADED_BY_NAME,
     }
-    for problem, holds in problems.items():
-        if holds:
-            raise UserError(f"--share-weights {share}: {problem}")
+    yield from (problem for problem, holds in problems.items() if holds)

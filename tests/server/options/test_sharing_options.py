@@ -40,11 +40,13 @@ TENSORS = SimpleNamespace(online_quantization_config=None)
 AGAIN = SimpleNamespace(online_quantization_config="fp8_per_tensor")
 
 
-def test_engines_share_nothing_unless_asked_for() -> None:
-    parser = ArgumentParser()
-    add_sharing_options(parser, automatic=True)
-    assert parser.parse_args([]).share_weights == 1
-    assert parser.parse_args(["--share-weights", "4"]).share_weights == 4
+def test_a_node_that_starts_decides_unless_the_user_does() -> None:
+    parsers = {automatic: ArgumentParser() for automatic in (True, False)}
+    for automatic, parser in parsers.items():
+        add_sharing_options(parser, automatic=automatic)
+        assert parser.parse_args(["--share-weights", "4"]).share_weights == 4
+    assert parsers[True].parse_args([]).share_weights is None
+    assert parsers[False].parse_args([]).share_weights == 1
 
 
 def test_only_a_node_that_starts_chooses_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,9 +63,9 @@ def test_only_a_node_that_starts_chooses_itself(capsys: pytest.CaptureFixture[st
 class Model:
     """Of a ``ModelConfig`` what says how large a model is: that of Llama 3 70B, 141 GB."""
 
-    model, dtype = "m", "torch.bfloat16"
+    model, dtype, architecture = "m", "torch.bfloat16", "LlamaForCausalLM"
     quantization: str | None = None
-    is_moe = use_mla = False
+    is_moe = use_mla = supports_multimodal_inputs = False
     max_model_len = 8192
     hf_text_config = SimpleNamespace(
         num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672, hidden_size=8192
@@ -85,24 +87,86 @@ class Model:
         return 128
 
 
-def chosen(gigabytes: int, engines: int, share: int | str = AUTO, **args: Any) -> int | str:
+def chosen(
+    gigabytes: int, engines: int, share: int | str | None = AUTO, **args: Any
+) -> int | str | None:
     """Return what becomes of an option on GPUs with so much memory."""
-    cache = SimpleNamespace(cache_dtype="auto", gpu_memory_utilization=0.9)
-    found = args.pop("found", None)
-    model = args.pop("model", Model())
-    config = SimpleNamespace(model_config=model, cache_config=cache, quant_config=found)
-    given = Namespace(**{"share_weights": share, "max_pp": 1, "max_sp": 1} | args)
-    settle_share(given, config, engines, gigabytes * 10**9)
-    return given.share_weights
+    said = args.pop("said", [])
+    config = SimpleNamespace(
+        model_config=args.pop("model", Model()),
+        cache_config=SimpleNamespace(cache_dtype="auto", gpu_memory_utilization=0.9),
+        load_config=SimpleNamespace(load_format=args.pop("load_format", "auto")),
+        quant_config=args.pop("found", None),
+    )
+    others = {"max_pp": 1, "max_sp": 1, "enable_lora": False, "speculative_config": None}
+    others |= {"policy": "adaptive"}
+    given = Namespace(**{"share_weights": share} | others | args)
+    settle_share(given, config, engines, gigabytes * 10**9, said.append)
+    found: int | str | None = given.share_weights
+    return found
 
 
-def test_the_fewest_share_with_which_weights_fit() -> None:
-    assert chosen(192, 2) == 1
-    assert chosen(150, 2) == 2
-    assert chosen(150, 8) == 2, "no more than have to"
-    assert chosen(80, 4) == 4
-    assert chosen(80, 4, share=2) == 2, "the user knows better"
-    assert chosen(0, 4) == 1, "on CPUs"
+@pytest.mark.parametrize("share", [None, AUTO])
+def test_the_fewest_share_with_which_weights_leave_room(share: str | None) -> None:
+    assert chosen(212, 2, share) == 1
+    assert chosen(192, 2, share) == 2, "whole ones fit, and leave little"
+    assert chosen(150, 2, share) == 2
+    assert chosen(150, 8, share) == 2, "no more than have to"
+    assert chosen(90, 2, share) == 2, "they leave little at every number"
+    assert chosen(80, 4, share) == 4
+    assert chosen(80, 4, share=1) == 1, "the user knows better"
+    assert chosen(0, 4, share) == 1, "on CPUs"
+
+
+@pytest.mark.parametrize("policy", ["manual", "static-dp"])
+def test_weights_stay_whole_if_they_fit_where_no_groups_are_formed(policy: str) -> None:
+    assert chosen(192, 2, None, policy=policy) == 1
+    assert chosen(150, 2, None, policy=policy) == 2
+
+
+def test_a_line_says_that_engines_share_what_nobody_asked_them_to() -> None:
+    said = list[str]()
+    assert [chosen(*sizes, said=said) for sizes in ((212, 2, None), (192, 2), (192, 2, 2))]
+    assert said == []
+    chosen(192, 2, None, said=said)
+    (line,) = said
+    assert line.startswith("--share-weights 2: ")
+
+
+class Untested(Model):
+    """A model of another kind."""
+
+    architecture = "FalconForCausalLM"
+
+
+class Images(Model):
+    """A model that takes images."""
+
+    supports_multimodal_inputs = True
+
+
+class Odd(Model):
+    """A model whose MLPs make no equal parts."""
+
+    hf_text_config = SimpleNamespace(**{**vars(Model.hf_text_config), "intermediate_size": 28671})
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"enable_lora": True},
+        {"speculative_config": {"method": "ngram"}},
+        {"load_format": "gguf"},
+        {"model": Odd()},
+        {"model": Untested()},
+        {"model": Images()},
+    ],
+)
+def test_what_is_not_tested_with_shared_weights_has_them_only_if_asked_for(
+    others: dict[str, Any],
+) -> None:
+    assert chosen(150, 2, None, **others) == 1
+    assert chosen(150, 2, AUTO, **others) == 2
 
 
 def test_weights_that_fit_nowhere_are_refused_with_their_size() -> None:
