@@ -102,6 +102,8 @@ class Agent:
             self._transport.wait(self._patience(timeout), eager=eager)
             for frames in self._transport.receive():
                 self._handle(m.decode_to_engine(frames[0]), frames[1:])
+            if self._carrying.has_come:
+                self._carrying.begin(self.active)
             self._backend.on_readable()
             self._tend_forming()
             self._ahead.tend()

@@ -13,13 +13,12 @@ would have free blocks, and the others, which have none, would keep the group fr
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
-
-import msgspec
+from collections.abc import Collection, Iterator, Sequence
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
 from shoal.runtime.engine.agent.allotting import Allotting
+from shoal.runtime.engine.agent.arrived import Arrivals, Portion
 from shoal.runtime.engine.agent.binding import Binding
 from shoal.runtime.engine.agent.copying_ahead import CopyingAhead
 from shoal.runtime.engine.agent.departures import Departures
@@ -38,35 +37,6 @@ few thousand tokens again."""
 TOGETHER_SECONDS = 0.02
 """How long the first requests of a new group wait for those of its other members: longer than a
 step that decodes. Who comes later waits for the steps that the group has begun, mostly two."""
-
-
-class Portion(msgspec.Struct):
-    """Requests that a core has adopted together, and whose KV is read by one copy."""
-
-    carry: int
-    carried: list[str] = []
-    recomputed: dict[str, m.Fallback] = {}
-
-
-class Arrivals(msgspec.Struct):
-    """Requests of one carry that a core has not adopted yet."""
-
-    message: m.Import
-    waiting: list[m.CarriedRequest]
-    """First those that have their blocks already, then those that have least to read."""
-    deadline: float
-    """When the rest is computed again if nothing changes."""
-    sharers: list[int]
-    """The carries whose requests take turns: this one, and others to the same unit."""
-    served: set[str] = set()
-    """Those of them that have their blocks already."""
-    tried: int = -1
-    """Free blocks with which there was no room for the first."""
-
-    @property
-    def begins_served(self) -> bool:
-        """Whether the next one has its blocks."""
-        return bool(self.waiting) and self.waiting[0].request_id in self.served
 
 
 class Carrying:
@@ -110,6 +80,8 @@ class Carrying:
         self._arrivals: dict[int, Arrivals] = {}
         self._gathering: dict[Unit, list[int]] = {}
         """Carries that take turns with one whose ``Import`` is still to come."""
+        self.has_come = False
+        """Whether there are arrivals that were not tried yet."""
         self._copying: dict[Unit, list[Portion]] = {}
         """What each core's copies bring, in the order in which they end."""
 
@@ -181,7 +153,7 @@ class Carrying:
         return {each.message.unit for each in self._arrivals.values() if each.waiting}
 
     def take_in(self, message: m.Import) -> None:
-        """Adopt the requests that find room, and forget expected ones that do not come."""
+        """Take note of requests that have come, and forget expected ones that do not come."""
         self._work.finish(message.carry)
         self._unbuilt.pop(message.carry, None)
         allotment = self._allotting.end(message)
@@ -213,7 +185,7 @@ class Carrying:
         self._arrivals[message.carry] = arrivals
         if not message.more:
             del self._gathering[message.unit]
-            self._admit_all()
+            self.has_come = True
 
     def forget(self, unit: Unit, request_ids: Sequence[str]) -> None:
         """Forget requests that are to come to a unit, because their clients have gone."""
@@ -225,6 +197,34 @@ class Carrying:
         for arrivals in self._arrivals.values():
             if arrivals.message.unit == unit:
                 arrivals.waiting = [r for r in arrivals.waiting if r.request_id not in gone]
+
+    def begin(self, active: Collection[Core]) -> None:
+        """Adopt requests that have just come.
+
+        Args:
+            active: the cores that may dispatch steps now.
+
+        Raises:
+            RuntimeError: a core was wrong about its first step.
+        """
+        self.has_come = False
+        sent = [core for core in active if self._send_first(core)]
+        self._admit_all()
+        for core in sent:
+            if not core.dispatch():
+                raise RuntimeError("runners were told of a step that does not come")
+
+    def _send_first(self, core: Core) -> bool:
+        """Let a core send its first step before its requests are adopted, if all have come."""
+        if self.expects(core) or core.unit in self._gathering:
+            return False
+        arrivals = self._arrivals.values()
+        come = [each for each in arrivals if each.message.unit == core.unit and each.waiting]
+        # All of them must be adopted, in this order.
+        if not all(each.are_served and len(self._sharers(each)) == 1 for each in come):
+            return False
+        carries = [(each.message.source, each.waiting) for each in come]
+        return bool(carries) and core.send_first(carries)
 
     def tend(self) -> bool:
         """Answer for the copies that have ended, and adopt more; return whether one has ended."""

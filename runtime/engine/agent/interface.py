@@ -129,6 +129,17 @@ class Core(Protocol):
             KeyError: the request is not expected, because it was aborted.
         """
 
+    def send_first(self, carries: Sequence[tuple[Unit, Sequence[CarriedRequest]]]) -> bool:
+        """Tell the runners to read the KV of allotted requests, and to begin with these.
+
+        That takes less time than to adopt them and to schedule a step. If it was done, then for
+        each carry ``adopt`` of all its requests, in this order, and ``copy``, and after all carries
+        ``dispatch`` must follow, with nothing between. They send nothing then.
+
+        Returns:
+            Whether it was done; False: it is not sure what will come of these calls.
+        """
+
     def copy(self) -> None:
         """Tell the runners to read the KV of the requests adopted since the last call."""
 

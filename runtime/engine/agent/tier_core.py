@@ -122,6 +122,10 @@ class TierCore:
         ]
         return {self._engine: taken}
 
+    def send_first(self, carries: Sequence[tuple[Unit, Sequence[CarriedRequest]]]) -> bool:
+        """See ``Core.send_first``: ``adopt`` takes no time."""
+        return False
+
     def copy(self) -> None:
         """See ``Core.copy``."""
         adopted, self._adopted = self._adopted, []

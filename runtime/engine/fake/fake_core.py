@@ -113,11 +113,10 @@ class FakeCore:
 
     def _request(self, frames: Sequence[Any], tokens: Sequence[int] = ()) -> FakeRequest:
         view = wire.decode_request(frames)
-        prompt = view.prompt_token_ids()
-        room = self._limits.max_model_len - len(prompt)
+        prompt, limit = view.prompt_token_ids(), self._limits.max_model_len
+        room = limit - len(prompt)
         if not prompt or room <= len(tokens):
-            length = len(prompt) + len(tokens)
-            raise ValueError(f"prompt of {length} tokens, limit {self._limits.max_model_len}")
+            raise ValueError(f"prompt of {len(prompt) + len(tokens)} tokens, limit {limit}")
         sampling = view.sampling_params or wire.Sampling()
         max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         return FakeRequest(view, prompt, max_tokens, tokens)
@@ -135,9 +134,8 @@ class FakeCore:
 
     def withdraw(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
         """See ``Core.withdraw``."""
-        wanted = set(request_ids)
-        tokens = {r.id: r.generated for r in self._scheduler.requests if r.id in wanted}
-        self.abort(list(tokens))
+        wanted, known = set(request_ids), self._scheduler.requests
+        self.abort(list(tokens := {r.id: r.generated for r in known if r.id in wanted}))
         return tokens
 
     # --- requests that are carried ------------------------------------------------------------
@@ -186,8 +184,7 @@ class FakeCore:
         """See ``Core.adopt``."""
         self._around.faults.strike(Seam.ADOPT)
         expected = self._expected[request.request_id]
-        computed = request.computed if with_kv else 0
-        if not computed:
+        if not (computed := request.computed if with_kv else 0):
             self._scheduler.free(expected)
         if not self._scheduler.adopt(expected, request.tokens, computed):
             return None
@@ -201,6 +198,10 @@ class FakeCore:
                 self._copies.adopt(Arriving(expected, request, source, begin))
         self._cut()
         return Adoption()
+
+    def send_first(self, carries: Any) -> bool:
+        """See ``Core.send_first``: ``adopt`` takes no time."""
+        return False
 
     def copy(self) -> None:
         """See ``Core.copy``."""
@@ -429,8 +430,8 @@ class FakeCore:
     @property
     def held(self) -> list[int]:
         """The block ids that are held; those that several hold come several times."""
-        allotted = (request.blocks for request in self._expected.values())
-        return sum(allotted, self._scheduler.held + self._ahead.held)
+        held = self._scheduler.held + self._ahead.held
+        return sum((request.blocks for request in self._expected.values()), held)
 
     def forget_prefixes(self) -> None:
         """Forget every cached prefix."""

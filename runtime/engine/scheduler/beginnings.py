@@ -15,9 +15,9 @@ table in one go (``token_table.py``). A list goes number by number, several time
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -42,6 +42,16 @@ class _Introduced:
     """Its blocks, if it is seated."""
     seat: instructions.Rest | None = None
     """What runners are told then."""
+
+
+class Coming(NamedTuple):
+    """How a request begins."""
+
+    request: Request
+    new: Sequence[int]
+    """Outputs that it does not have yet."""
+    computed: int
+    """How many of its tokens have their KV."""
 
 
 class Beginnings:
@@ -185,7 +195,33 @@ class Beginnings:
         used |= {each.lora_request.lora_int_id for each in scheduler.running if each.lora_request}
         return len(used) <= int(scheduler.lora_config.max_loras)
 
+    def have_begun(self, requests: Iterable[Request]) -> bool:
+        """Return whether all of these have come to their rows, and no step has told of them yet."""
+        return all(request.request_id in self._begun for request in requests)
+
     # --- steps ---
+
+    def foretell(self, running: Sequence[Coming]) -> instructions.Begun | None:
+        """Return what ``tell`` will say of a step of these requests; None: that is not known.
+
+        Args:
+            running: requests that begin in their rows, in the order of the step.
+        """
+        seated, begin = list[instructions.Rest](), set[str]()
+        for request, new, computed in running:
+            known = self._introduced.get(request_id := request.request_id)
+            if known is None or known.blocks is None:
+                return None
+            if request_id not in self._begun and not self._has_kept(known):
+                return None
+            tokens = array("i", request.all_token_ids[known.tokens :])
+            tokens.extend(new)
+            seated.append(instructions.Rest(request_id, tokens, computed, ()))
+            begin.add(request_id)
+        others = (known for name, known in self._introduced.items() if name not in begin)
+        if self._seats or any(known.blocks is not None for known in others):
+            return None
+        return instructions.Begun(forgotten=list(self._forgotten), seated=seated)
 
     def tell(self, scheduled: SchedulerOutput) -> tuple[SchedulerOutput, instructions.Begun]:
         """Return a step as runners get it, and what it says of requests that they know.

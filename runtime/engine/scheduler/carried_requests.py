@@ -7,14 +7,13 @@ one whose KV came from elsewhere.
 
 import bisect
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeGuard
 
 from msgspec import structs
-from vllm.multimodal.utils import strip_covered_mm_data
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.engine.core import EngineCore
@@ -25,8 +24,15 @@ from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.agent.results import Adoption, Copied
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all
-from shoal.runtime.engine.scheduler.carried_blocks import Blocks, CarriedBlocks, PhysicalBlocks
+from shoal.runtime.engine.scheduler.arrival_messages import arrival_of_v1, arrival_of_v2
+from shoal.runtime.engine.scheduler.carried_blocks import (
+    CarriedBlocks,
+    Filling,
+    PhysicalBlocks,
+    estimate_once,
+)
 from shoal.runtime.engine.scheduler.grammar_replay import GrammarReplay
+from shoal.runtime.engine.scheduler.sent_ahead import SentAhead
 from shoal.runtime.protocol.messages import CarriedRequest, Fallback
 
 
@@ -68,9 +74,11 @@ class CarriedRequests:
         self._begun = 0
         self.is_seated: Callable[[Request], bool] = lambda _: False
         """``Beginnings.begins_in_its_row``."""
+        self.sent_ahead = SentAhead()
+        """What runners were told before these books said it."""
         self.shares_kv = True
         """Whether the members can read other engines' KV."""
-        _estimate_once(self._scheduler.kv_cache_manager)
+        estimate_once(self._scheduler.kv_cache_manager)
 
     # --- requests that leave ---
 
@@ -191,7 +199,10 @@ class CarriedRequests:
         if request is None or self._fallback(request, carried, with_kv=True) is not None:
             return False
         request.append_output_token_ids(carried.tokens[request.num_output_tokens :])
-        return self.blocks.allot(request, carried.computed, carried.length)
+        if not self.blocks.allot(request, carried.computed, carried.length):
+            return False
+        self.blocks.foresee(request, carried)
+        return True
 
     def adopt(self, source: Unit, carried: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``interface.Core.adopt``."""
@@ -242,36 +253,16 @@ class CarriedRequests:
             if self._scheduler.log_stats:
                 # Its unit sent no output, so the front end has not heard of this yet.
                 request.record_event(EngineCoreEventType.QUEUED)
-        begin, filled = self.blocks.to_fill(request, place)
-        self._filled[request.request_id] = filled
-        named = self.blocks.to_read(begin, carried, place)
-        self._tell(source, self._arrival(request, begin, *named))
+        filling = self.blocks.filling(place, carried)
+        self._filled[request.request_id] = filling.blocks
+        self._tell(source, self._arrival(request, filling))
         return True
 
-    def _arrival(
-        self,
-        request: Request,
-        begin: int = 0,
-        source: Blocks | None = None,
-        target: Blocks | None = None,
-        since: int = 0,
-    ) -> instructions.Arrival:
-        # A V2 model runner learns the rest from the step that resumes the request.
-        learns, mrope = not self._scheduler.use_v2_model_runner, self._scheduler.model_uses_mrope
-        uncovered = strip_covered_mm_data(request.mm_features, request.num_computed_tokens, mrope)
-        return instructions.Arrival(
-            request.request_id,
-            list(request.prompt_token_ids or ()) if learns else [],
-            list(request.output_token_ids) if learns else [],
-            request.num_computed_tokens,
-            request.sampling_params if learns else None,
-            begin,
-            source or {},
-            target or {},
-            request.lora_request if learns else None,
-            uncovered if learns else [],
-            since,
-        )
+    def _arrival(self, request: Request, filling: Filling | None = None) -> instructions.Arrival:
+        scheduler = self._scheduler
+        if scheduler.use_v2_model_runner:
+            return arrival_of_v2(request.request_id, filling)
+        return arrival_of_v1(request, filling, mrope=scheduler.model_uses_mrope)
 
     def _take(self, request: Request, *, runs: bool = False) -> None:
         """Make a request one of the core's: one that runs, or one that was preempted."""
@@ -333,15 +324,15 @@ class CarriedRequests:
         resumed = scheduled.scheduled_cached_reqs.resumed_req_ids
         for request_id in scheduled.scheduled_encoder_inputs.keys() & resumed:
             request = self._scheduler.requests[request_id]
-            arrival = self._arrival(request, begin=request.num_computed_tokens)  # nothing to read
+            # Nothing is to be read.
+            arrival = structs.replace(self._arrival(request), begin=request.num_computed_tokens)
             self._tell(self._unit, structs.replace(arrival, features=request.mm_features))
         self.copy()
 
     def copy(self) -> None:
         """See ``interface.Core.copy``. Must be called before the next step is scheduled, too."""
         for source, arrivals in self._arrivals.items():
-            seq, future = self._channel.expect(answers=len(self._unit.engines))
-            self._channel.send(instructions.Carry(seq, source, arrivals))
+            future = self.sent_ahead.take((source, arrivals)) or self._send(source, arrivals)
             read = [arrival.request_id for arrival in arrivals if arrival.source]
             if read:
                 self._begun += 1
@@ -349,6 +340,21 @@ class CarriedRequests:
                 self._copying.append(_Copy(self._begun, filled, future))
         self._arrivals.clear()
         self._filled.clear()
+
+    def _send(self, source: Unit, arrivals: list[instructions.Arrival]) -> "Future[Any]":
+        seq, future = self._channel.expect(answers=len(self._unit.engines))
+        self._channel.send(instructions.Carry(seq, source, arrivals))
+        return future
+
+    def send_ahead(self, source: Unit, fillings: Mapping[str, Filling]) -> None:
+        """Tell V2 runners by now what ``copy`` will tell them of requests that have come.
+
+        Args:
+            source: the unit that they come from.
+            fillings: what is read of each, in the order in which ``adopt`` takes them.
+        """
+        arrivals = [arrival_of_v2(*each) for each in fillings.items()]
+        self.sent_ahead.note((source, arrivals), self._send(source, arrivals))
 
     def copied(self) -> list[Copied]:
         """See ``interface.Core.copied``."""
@@ -426,21 +432,6 @@ class CarriedRequests:
     def num_aside(self) -> int:
         """Requests that wait for their grammar, and are in none of vLLM's queues."""
         return len(self._aside())
-
-
-def _estimate_once(manager: Any) -> None:
-    """Let vLLM's manager look through a request's blocks with its first output only.
-
-    A request that goes on here has statistics of a prompt again (``CarriedRequests._take``). What
-    it has cached is in no answer any more, and to add it up takes 20 microseconds for each 1,000
-    tokens, while all requests that have come stand still.
-    """
-    estimate = manager.estimate_cached_tokens
-
-    def estimated(request: Request) -> int:
-        return 0 if request.num_output_tokens > 1 else int(estimate(request))
-
-    manager.estimate_cached_tokens = estimated
 
 
 def _runs(request: Request | None) -> TypeGuard[Request]:

@@ -61,3 +61,8 @@ def pending_grammars(scheduler: Any) -> Iterator[Any]:
     for request in scheduler.deferred_waiting:
         if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             yield request.structured_output_request
+
+
+def is_any_ready(scheduler: Any) -> bool:
+    """Return whether a request waits for its grammar although that is compiled."""
+    return any(grammar.is_grammar_ready for grammar in pending_grammars(scheduler))

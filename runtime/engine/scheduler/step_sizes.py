@@ -39,6 +39,11 @@ class StepSizes:
         self.limit = limit if divides else 0
         self._most = int(self._scheduler.max_num_scheduled_tokens)
 
+    @property
+    def most(self) -> int:
+        """The most tokens of a step in which requests only decode."""
+        return self._most if self.limit else int(self._scheduler.max_num_scheduled_tokens)
+
     def schedule(self) -> SchedulerOutput:
         """Return what the next step computes."""
         if self.limit:

@@ -32,7 +32,11 @@ from shoal.runtime.engine.scheduler.beginnings import Beginnings
 from shoal.runtime.engine.scheduler.block_holders import holders
 from shoal.runtime.engine.scheduler.blocks_ahead import BlocksAhead
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
-from shoal.runtime.engine.scheduler.grammar_backends import GrammarBackends, pending_grammars
+from shoal.runtime.engine.scheduler.grammar_backends import (
+    GrammarBackends,
+    is_any_ready,
+    pending_grammars,
+)
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
 from shoal.runtime.engine.scheduler.scheduled_steps import (
     InFlight,
@@ -40,8 +44,8 @@ from shoal.runtime.engine.scheduler.scheduled_steps import (
     awaits_tokens,
     beginning,
     tells_runners,
-    work_of,
 )
+from shoal.runtime.engine.scheduler.sending import Carries, Sending
 from shoal.runtime.engine.scheduler.step_sizes import StepSizes, captured_tokens
 from shoal.runtime.engine.scheduler.vacated_blocks import VacatedBlocks
 from shoal.runtime.protocol import wire
@@ -94,6 +98,9 @@ class VllmCore:
         self._carried = CarriedRequests(unit, self.engine_core, channel, self._physical)
         self._carried.is_seated = self._beginnings.begins_in_its_row
         self._ahead = BlocksAhead(unit, self._scheduler, channel, self._carried)
+        self._sending = Sending(
+            self._scheduler, self._executor, self.shift, self.sizes, self._carried, self._beginnings
+        )
         self._vacated = VacatedBlocks(self._scheduler, channel, self._carried, self._physical)
 
     def _physical(self, blocks: Sequence[int]) -> dict[int, list[int]]:
@@ -190,6 +197,10 @@ class VllmCore:
         if adoption:
             self._ahead.let_go_later(request.request_id)
         return adoption
+
+    def send_first(self, carries: Carries) -> bool:
+        """See ``interface.Core.send_first``."""
+        return not self._in_flight and self._sending.send_first(carries)
 
     def copy(self) -> None:
         """See ``interface.Core.copy``."""
@@ -292,18 +303,13 @@ class VllmCore:
         drafted = isinstance(result, instructions.Drafted)
         made = result.output if drafted else result
         outputs: dict[int, Any] = self._scheduler.update_from_output(scheduled, made)
-        if drafted and not self._schedules_ahead:
+        if drafted and not self._scheduler.scheduler_config.async_scheduling:
             self._scheduler.update_draft_token_ids(result.drafts)
         elif drafted and self._deferred is not None:
             # Its grammars are to judge these drafts; the runners have them already.
             next_step = self._deferred.scheduled
             self._scheduler.update_draft_token_ids_in_output(result.drafts, next_step)
         return outputs
-
-    @property
-    def _schedules_ahead(self) -> bool:
-        """Whether steps are scheduled before the outcome of the last one is known."""
-        return bool(self.engine_core.vllm_config.scheduler_config.async_scheduling)
 
     def dispatch(self) -> bool:
         """See ``interface.Core.dispatch``."""
@@ -361,7 +367,7 @@ class VllmCore:
             return False
         if self._carried.settle():
             self._stalled = False
-        if self._stalled and not self._grammar_ready():
+        if self._stalled and not is_any_ready(self._scheduler):
             return False
         if not self._scheduler.has_requests():
             return False
@@ -377,11 +383,7 @@ class VllmCore:
         sample = not (tokens and awaits_tokens(scheduled))
         grammar = self._scheduler.get_grammar_bitmask(scheduled) if sample and tokens else None
         self._carried.renew(scheduled)
-        mode = self.shift.mode(tokens, scheduled)
-        told, begun = self._beginnings.tell(scheduled)
-        seq, future = self._executor.run_step(told, grammar, sample=sample, mode=mode, begun=begun)
-        copy, seated = self._carried.latest_copy, [rest.request_id for rest in begun.seated]
-        step = InFlight(seq, scheduled, future, mode, work_of(scheduled), copy, seated)
+        step = self._sending.send(scheduled, grammar, sample=sample)
         self._in_flight.append(step)
         self._ahead.forget(())  # those that were adopted before this step
         if not sample:
@@ -395,9 +397,6 @@ class VllmCore:
         The end of compiling sends no message, so somebody has to look.
         """
         return self._carried.num_aside > 0 or any(pending_grammars(self._scheduler))
-
-    def _grammar_ready(self) -> bool:
-        return any(grammar.is_grammar_ready for grammar in pending_grammars(self._scheduler))
 
     @property
     def in_flight(self) -> int:

@@ -1,14 +1,19 @@
 """Requests that get their blocks in the next unit while their last step runs in the old one."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from msgspec import structs
 
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.allotting import ALLOT_SECONDS
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine.agent.agent_bench import Bench, started
 from tests.runtime.engine.agent.test_carrying import (
     CARRY,
+    OTHER,
     OUTPUT,
     OWN,
     PROMPT,
@@ -195,3 +200,92 @@ def test_the_source_describes_a_request_anew_that_ends_otherwise(bench: Bench) -
 
 def test_nothing_is_announced_where_no_step_is_in_flight(bench: Bench) -> None:
     only(bench.tell(m.Export(CARRY, OWN, ["unknown"])), m.Exported)
+
+
+# --- first steps that are sent before requests are adopted ---
+
+
+class Noted:
+    """What an engine's core does of all that concerns its first step, in order."""
+
+    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, *, sends: bool) -> None:
+        self.calls: list[str] = []
+        self.sent: list[list[str]] = []
+        self._core, self._monkeypatch = bench.backend.own, monkeypatch
+        for name in ("adopt", "copy", "dispatch"):
+            self._note(name)
+
+        def send_first(carries: Sequence[tuple[Unit, Sequence[m.CarriedRequest]]]) -> bool:
+            self.calls.append("send_first")
+            self.sent += [[request.request_id for request in requests] for _, requests in carries]
+            return sends
+
+        monkeypatch.setattr(self._core, "send_first", send_first)
+
+    def _note(self, name: str) -> None:
+        method = getattr(self._core, name)
+
+        def noting(*arguments: Any, **named: Any) -> Any:
+            self.calls.append(name)
+            return method(*arguments, **named)
+
+        self._monkeypatch.setattr(self._core, name, noting)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_first_step_is_sent_before_requests_are_adopted(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch, sends: bool
+) -> None:
+    expect(plain, "a", "b")
+    allot(plain, "a", "b")
+    noted = Noted(plain, monkeypatch, sends=sends)
+    take_in(plain, rest("a"), rest("b"))
+    assert noted.sent == [["a", "b"]]
+    assert noted.calls[:5] == ["send_first", "adopt", "adopt", "copy", "dispatch"]
+    assert noted.calls.count("dispatch") == 1 + sends, "at once, and again in its turn"
+
+
+def test_a_first_step_is_for_all_that_is_expected(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(plain, "a")
+    expect(plain, "b", carry=CARRY + 1)
+    allot(plain, "a")
+    noted = Noted(plain, monkeypatch, sends=False)
+    take_in(plain, rest("a"))
+    assert noted.sent == []
+    plain.tell(m.Allot(CARRY + 1, OWN, [announced("b")]))
+    take_in(plain, rest("b"), carry=CARRY + 1)
+    assert noted.sent == [["b"]]
+
+
+def test_no_first_step_is_sent_of_requests_without_blocks(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(plain, "a", "b")
+    allot(plain, "a")
+    noted = Noted(plain, monkeypatch, sends=True)
+    take_in(plain, rest("a"), carried("b"))
+    assert (noted.sent, noted.calls[:3]) == ([], ["adopt", "adopt", "copy"])
+
+
+def test_no_first_step_is_sent_of_a_request_whose_client_has_gone(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(plain, "a", "b")
+    allot(plain, "a", "b")
+    noted = Noted(plain, monkeypatch, sends=True)
+    plain.network.controller.to_engine(0, m.Import(CARRY, OWN, OTHER, [rest("a"), rest("b")]), ())
+    plain.tell(m.AbortRequests(OWN, ["a"]))
+    assert noted.sent == [["b"]]
+
+
+def test_an_engine_that_was_wrong_about_its_first_step_ends(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(plain, "a")
+    allot(plain, "a")
+    Noted(plain, monkeypatch, sends=True)
+    monkeypatch.setattr(plain.backend.own, "dispatch", lambda: False)
+    with pytest.raises(RuntimeError, match="a step that does not come"):
+        take_in(plain, rest("a"))
