@@ -132,8 +132,8 @@ class Sending:
         """Return whether a step of requests that decode says nothing but what all steps say."""
         scheduler, encoder = self._scheduler, self._scheduler.encoder_cache_manager
         is_plain = scheduler.use_v2_model_runner and not scheduler.num_spec_tokens
-        is_told = scheduler.use_pp and not scheduler.scheduler_config.async_scheduling
         more = (
+            scheduler.use_pp,
             scheduler.connector,
             scheduler.ec_connector,
             scheduler.aux_output_connector,
@@ -141,7 +141,7 @@ class Sending:
             scheduler.needs_kv_cache_zeroing,
             scheduler.need_mamba_block_aligned_split,
         )
-        if not is_plain or is_told or any(more):
+        if not is_plain or any(more):
             return False
         return type(encoder) is EncoderCacheManager and not encoder.freed
 
