@@ -182,6 +182,10 @@ def has_a_connector(engines: ToyEngines) -> None:
     engines.group._scheduler.ec_connector = SimpleNamespace()
 
 
+def has_stages(engines: ToyEngines) -> None:
+    engines.group._scheduler.use_pp = True
+
+
 def frees_images(engines: ToyEngines) -> None:
     engines.group._scheduler.encoder_cache_manager.freed.append("image")
 
@@ -219,6 +223,7 @@ REASONS = [
     cannot_read,
     zeroes_blocks,
     has_a_connector,
+    has_stages,
     frees_images,
     has_longest,
     has_an_adapter,
