@@ -86,13 +86,16 @@ def settle_share(args: Namespace, config: Any, engines: int, memory: int, say: S
         args.share_weights = 1
     if isinstance(args.share_weights, int):
         return
-    room = memory * config.cache_config.gpu_memory_utilization
+    cache = config.cache_config
+    chosen = cache.kv_cache_memory_bytes  # then vLLM does not ask how much it may take
+    room = memory - chosen if memory and chosen else memory * cache.gpu_memory_utilization
     # The largest degree of SP is chosen later; the larger it is, the less engines may share.
     max_sp = args.max_sp if isinstance(args.max_sp, int) else engines
     most = 1 if args.max_pp > 1 else engines
     # DP alone is slow while it streams, so it has whole weights if they fit at all.
-    forms_groups = args.policy not in (MANUAL.name, STATIC_DP.name)
-    limits = (USUAL_FOR_WEIGHTS, MOST_FOR_WEIGHTS) if forms_groups else (MOST_FOR_WEIGHTS,)
+    forms_groups = args.policy not in (MANUAL.name, STATIC_DP.name) and args.max_group != 1
+    wants_kv = forms_groups and not chosen
+    limits = (USUAL_FOR_WEIGHTS, MOST_FOR_WEIGHTS) if wants_kv else (MOST_FOR_WEIGHTS,)
     args.share_weights = automatic_share(config, most, room, max_sp, limits)
     if asked is None and args.share_weights > 1:
         say(

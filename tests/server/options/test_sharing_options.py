@@ -94,12 +94,16 @@ def chosen(
     said = args.pop("said", [])
     config = SimpleNamespace(
         model_config=args.pop("model", Model()),
-        cache_config=SimpleNamespace(cache_dtype="auto", gpu_memory_utilization=0.9),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto",
+            gpu_memory_utilization=args.pop("utilization", 0.9),
+            kv_cache_memory_bytes=args.pop("kv_bytes", None),
+        ),
         load_config=SimpleNamespace(load_format=args.pop("load_format", "auto")),
         quant_config=args.pop("found", None),
     )
     others = {"max_pp": 1, "max_sp": 1, "enable_lora": False, "speculative_config": None}
-    others |= {"policy": "adaptive"}
+    others |= {"policy": "adaptive", "max_group": None}
     given = Namespace(**{"share_weights": share} | others | args)
     settle_share(given, config, engines, gigabytes * 10**9, said.append)
     found: int | str | None = given.share_weights
@@ -118,10 +122,16 @@ def test_the_fewest_share_with_which_weights_leave_room(share: str | None) -> No
     assert chosen(0, 4, share) == 1, "on CPUs"
 
 
-@pytest.mark.parametrize("policy", ["manual", "static-dp"])
-def test_weights_stay_whole_if_they_fit_where_no_groups_are_formed(policy: str) -> None:
-    assert chosen(192, 2, None, policy=policy) == 1
-    assert chosen(150, 2, None, policy=policy) == 2
+@pytest.mark.parametrize("alone", [{"policy": "manual"}, {"policy": "static-dp"}, {"max_group": 1}])
+def test_weights_stay_whole_if_they_fit_where_no_groups_are_formed(alone: dict[str, Any]) -> None:
+    assert chosen(192, 2, None, **alone) == 1
+    assert chosen(150, 2, None, **alone) == 2
+
+
+def test_who_chooses_the_bytes_of_kv_needs_no_more() -> None:
+    assert chosen(192, 2, None, kv_bytes=30 * 10**9, utilization=0.1) == 1
+    assert chosen(192, 2, None, kv_bytes=60 * 10**9, utilization=0.1) == 2
+    assert chosen(0, 2, None, kv_bytes=10**9) == 1, "on CPUs"
 
 
 def test_a_line_says_that_engines_share_what_nobody_asked_them_to() -> None:
