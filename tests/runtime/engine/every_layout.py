@@ -1,6 +1,6 @@
 """What holds for every model on a node of two real engines, in whatever layout its steps run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,54 +13,61 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from shoal.runtime.whole_experts import WholeExperts
 from tests.runtime.engine import probes
-from tests.runtime.engine.prompts import random_prompts
+from tests.runtime.engine.prompts import PROMPTS, SHARED, random_prompts
 from tests.runtime.engine.real_node import RealNode
 from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp
 from tests.variety import is_varied
 
 GROUP = tp(0, 1)
-Tokens = Sequence[list[int]]
+ALL = PROMPTS + SHARED
+TOKENS = 24
+"""Output tokens of each prompt."""
+Tokens = list[list[int]]
 
 
-def assert_tokens_in_every_layout(
-    node: RealNode, prompts: Tokens, tokens: int, expected: Tokens
-) -> None:
-    """DP and TP2 generate these tokens, also when they find the prompts in their prefix cache."""
-    assert is_varied(expected)
-    for partition in (singles(2), (GROUP,)):
-        node.switch(*partition)
-        for _ in range(2):  # the second time from the prefix cache
-            assert node.generate_spread(node.partition, prompts, tokens) == expected
-    assert node.audit() == []
+class EveryLayout:
+    """Tests of a module that has the fixtures ``node`` and ``expected``: the tokens of ``ALL``."""
 
+    carried_tokens = 60
+    """Output tokens of requests that are carried."""
 
-def assert_tokens_in_every_mode(
-    node: RealNode, prompts: Tokens, tokens: int, expected: Tokens
-) -> None:
-    """A group whose steps run in TP and in SP, at random, generates these tokens."""
-    node.switch()
-    node.probe_all(probes.take_modes)
-    node.script(Script.RANDOM)
-    with node.bound(GROUP):
-        assert node.generate(GROUP, prompts, tokens) == expected
-    node.script(Script.TP)
-    assert all(ran[Mode.SP] > 0 for ran in node.probe_all(probes.take_modes))
+    def test_tokens_are_as_expected_in_every_layout(self, node: RealNode, expected: Tokens) -> None:
+        assert is_varied(expected)
+        for partition in (singles(2), (GROUP,)):
+            node.switch(*partition)
+            for _ in range(2):  # the second time from the prefix cache
+                assert node.generate_spread(node.partition, ALL, TOKENS) == expected
+        assert node.audit() == []
 
+    def test_tokens_are_as_expected_however_steps_run(
+        self, node: RealNode, expected: Tokens
+    ) -> None:
+        """In a step by sequence each member has few of the tokens, and all of DP's weights."""
+        node.switch()
+        node.probe_all(probes.take_modes)
+        node.script(Script.RANDOM)
+        with node.bound(GROUP):
+            assert node.generate(GROUP, ALL, TOKENS) == expected
+        node.script(Script.TP)
+        assert all(ran[Mode.SP] > 0 for ran in node.probe_all(probes.take_modes))
 
-def assert_tokens_through_carries(node: RealNode, tokens: int) -> None:
-    """Requests that go from DP to TP2 and back with their KV end with DP's own tokens."""
-    prompts = random_prompts((5, 40, 130, 300), seed=51)
-    node.switch()
-    expected = node.generate(alone(1), prompts, tokens)
-    requests = node.submit(alone(0), prompts, tokens)
-    node.wait_for_tokens(requests, 6)
-    for partition, some in (((GROUP,), 24), (singles(2), 44)):
-        view = node.switch(*partition, treatment=m.Treatment.CARRY)
-        assert (view.carried > 0, view.recomputed) == (True, {})
-        node.wait_for_tokens(requests, some)
-    assert node.wait(requests) == expected
-    assert node.audit() == []
+    def test_carried_requests_go_on_with_the_right_tokens(self, node: RealNode) -> None:
+        """Requests that go from DP to TP2 and back with their KV end with DP's own tokens."""
+        prompts = random_prompts((5, 40, 130, 300), seed=51)
+        node.switch()
+        expected = node.generate(alone(1), prompts, self.carried_tokens)
+        requests = node.submit(alone(0), prompts, self.carried_tokens)
+        node.wait_for_tokens(requests, 6)
+        for partition, some in (((GROUP,), 24), (singles(2), 44)):
+            view = node.switch(*partition, treatment=m.Treatment.CARRY)
+            assert (view.carried > 0, view.recomputed) == (True, {})
+            node.wait_for_tokens(requests, some)
+        assert node.wait(requests) == expected
+        assert node.audit() == []
+
+    def test_no_layout_but_dp_owns_weights(self, node: RealNode) -> None:
+        assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "tp2": 0}] * 2
 
 
 @contextmanager
@@ -82,41 +89,39 @@ def node_in_fp32(
         yield node
 
 
-def assert_wrong_experts_change_tokens(node: RealNode, tokens: int, *, by_number: bool) -> None:
+def assert_wrong_experts_change_tokens(node: RealNode, *, by_number: bool) -> None:
     """A group whose members take other experts for theirs generates other tokens.
 
     What this leaves in the prefix cache is wrong.
 
     Args:
         node: the node.
-        tokens: of each output.
         by_number: whether the group divides the experts by number.
     """
     prompts = random_prompts((17, 40), seed=42)
     node.switch()
-    expected = node.generate(alone(0), prompts, tokens)
+    expected = node.generate(alone(0), prompts, TOKENS)
     assert node.probe(0, probes.confuse_experts, GROUP.layout) == by_number
     with node.bound(GROUP):
-        found = node.generate(GROUP, prompts, tokens)
+        found = node.generate(GROUP, prompts, TOKENS)
     assert all(one != other for one, other in zip(found, expected, strict=True))
 
 
-def assert_wrong_experts_change_tokens_by_length(node: RealNode, tokens: int) -> None:
+def assert_wrong_experts_change_tokens_by_length(node: RealNode) -> None:
     """Each of a group's two ways to compute experts is used: prompts' steps have whole experts.
 
     What this leaves in the prefix cache is wrong.
 
     Args:
         node: the node, whose group computes whole experts in steps of prompts alone.
-        tokens: of each output.
     """
     for seed, confuse in ((43, probes.confuse_experts), (44, probes.confuse_whole_experts)):
         prompts = random_prompts((17, 40), seed=seed)
         node.switch()
-        expected = node.generate(alone(0), prompts, tokens)
+        expected = node.generate(alone(0), prompts, TOKENS)
         node.probe(0, confuse, GROUP.layout)
         with node.bound(GROUP):
-            found = node.generate(GROUP, prompts, tokens)
+            found = node.generate(GROUP, prompts, TOKENS)
         assert all(one != other for one, other in zip(found, expected, strict=True))
         firsts = [[output[0] for output in outputs] for outputs in (found, expected)]
         assert (firsts[0] == firsts[1]) == (confuse is probes.confuse_experts)

@@ -11,20 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.models.families import FAMILIES, write_family
-from tests.runtime.engine import probes
-from tests.runtime.engine.every_layout import (
-    assert_tokens_in_every_layout,
-    assert_tokens_in_every_mode,
-    assert_tokens_through_carries,
-)
-from tests.runtime.engine.prompts import PROMPTS, SHARED
+from tests.runtime.engine.every_layout import ALL, TOKENS, EveryLayout, Tokens
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 
-ALL = PROMPTS + SHARED
-TOKENS = 24
 CHOSEN = os.environ.get("SHOAL_FAMILIES", "gemma3")
 NAMES = list(FAMILIES) if CHOSEN == "all" else CHOSEN.split(",")
-Expected = list[list[int]]
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -41,7 +32,7 @@ def model(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> Expected:
+def expected(model: Path) -> Tokens:
     return stock_tokens(model, ALL, TOKENS)
 
 
@@ -51,17 +42,5 @@ def node(model: Path) -> Iterator[RealNode]:
         yield node
 
 
-def test_tokens_are_stocks_in_every_layout(node: RealNode, expected: Expected) -> None:
-    assert_tokens_in_every_layout(node, ALL, TOKENS, expected)
-
-
-def test_tokens_are_stocks_however_steps_run(node: RealNode, expected: Expected) -> None:
-    assert_tokens_in_every_mode(node, ALL, TOKENS, expected)
-
-
-def test_carried_requests_go_on_with_the_right_tokens(node: RealNode) -> None:
-    assert_tokens_through_carries(node, 80)
-
-
-def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
-    assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "tp2": 0}] * 2
+class TestFamily(EveryLayout):
+    carried_tokens = 80

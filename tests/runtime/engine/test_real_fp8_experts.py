@@ -20,24 +20,20 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from shoal.runtime.whole_experts import WholeExperts
 from tests.random_checkpoint import Architecture, CheckpointSpec, write_checkpoint
-from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import (
-    assert_tokens_in_every_layout,
-    assert_tokens_in_every_mode,
-    assert_tokens_through_carries,
+    ALL,
+    TOKENS,
+    EveryLayout,
+    Tokens,
     assert_wrong_experts_change_tokens,
     node_in_fp32,
 )
-from tests.runtime.engine.prompts import PROMPTS, SHARED
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 
-ALL = PROMPTS + SHARED
-TOKENS = 24
 SPEC = CheckpointSpec(architecture=Architecture.QWEN3_MOE, seed=31)
 BLOCKS = {"shares": 32, "ranges": 128}
 """Half an expert of 128 rows is two blocks of 32, and no block of 128: that node divides by number.
 """
-Expected = list[list[int]]
 
 
 class Checkpoints(NamedTuple):
@@ -91,7 +87,7 @@ def by_number(checkpoints: Checkpoints) -> bool:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoints: Checkpoints) -> Expected:
+def expected(checkpoints: Checkpoints) -> Tokens:
     return stock_tokens(checkpoints.plain, ALL, TOKENS)
 
 
@@ -103,23 +99,7 @@ def node(checkpoints: Checkpoints) -> Iterator[RealNode]:
         yield node
 
 
-def test_tokens_are_stocks_in_every_layout(node: RealNode, expected: Expected) -> None:
-    assert_tokens_in_every_layout(node, ALL, TOKENS, expected)
-
-
-def test_tokens_are_stocks_however_steps_run(node: RealNode, expected: Expected) -> None:
-    """In a step by sequence each member has few of the tokens, and all of DP's experts."""
-    assert_tokens_in_every_mode(node, ALL, TOKENS, expected)
-
-
-def test_carried_requests_go_on_with_the_right_tokens(node: RealNode) -> None:
-    assert_tokens_through_carries(node, 60)
-
-
-def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
-    assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "tp2": 0}] * 2
-
-
-def test_the_wrong_experts_change_the_tokens(node: RealNode, by_number: bool) -> None:
-    """It is last: what it leaves in the prefix cache is wrong."""
-    assert_wrong_experts_change_tokens(node, TOKENS, by_number=by_number)
+class TestFp8Experts(EveryLayout):
+    def test_the_wrong_experts_change_the_tokens(self, node: RealNode, by_number: bool) -> None:
+        """It is last: what it leaves in the prefix cache is wrong."""
+        assert_wrong_experts_change_tokens(node, by_number=by_number)

@@ -15,20 +15,15 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from shoal.runtime.whole_experts import WholeExperts, parse
 from tests.models.families import write_family
 from tests.mxfp4_checkpoint import Checkpoints, write_mxfp4
-from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import (
-    assert_tokens_in_every_layout,
-    assert_tokens_in_every_mode,
-    assert_tokens_through_carries,
+    ALL,
+    TOKENS,
+    EveryLayout,
+    Tokens,
     assert_wrong_experts_change_tokens,
     node_in_fp32,
 )
-from tests.runtime.engine.prompts import PROMPTS, SHARED
 from tests.runtime.engine.real_node import RealNode, stock_tokens
-
-ALL = PROMPTS + SHARED
-TOKENS = 24
-Expected = list[list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoints: Checkpoints) -> Expected:
+def expected(checkpoints: Checkpoints) -> Tokens:
     return stock_tokens(checkpoints.plain, ALL, TOKENS)
 
 
@@ -56,23 +51,7 @@ def node(checkpoints: Checkpoints, whole: WholeExperts) -> Iterator[RealNode]:
         yield node
 
 
-def test_tokens_are_stocks_in_every_layout(node: RealNode, expected: Expected) -> None:
-    assert_tokens_in_every_layout(node, ALL, TOKENS, expected)
-
-
-def test_tokens_are_stocks_however_steps_run(node: RealNode, expected: Expected) -> None:
-    """In a step by sequence each member has few of the tokens, and all of DP's experts."""
-    assert_tokens_in_every_mode(node, ALL, TOKENS, expected)
-
-
-def test_carried_requests_go_on_with_the_right_tokens(node: RealNode) -> None:
-    assert_tokens_through_carries(node, 60)
-
-
-def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
-    assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "tp2": 0}] * 2
-
-
-def test_the_wrong_experts_change_the_tokens(node: RealNode, whole: WholeExperts) -> None:
-    """It is last: what it leaves in the prefix cache is wrong."""
-    assert_wrong_experts_change_tokens(node, TOKENS, by_number=whole.always)
+class TestMxfp4(EveryLayout):
+    def test_the_wrong_experts_change_the_tokens(self, node: RealNode, whole: WholeExperts) -> None:
+        """It is last: what it leaves in the prefix cache is wrong."""
+        assert_wrong_experts_change_tokens(node, by_number=whole.always)

@@ -9,19 +9,15 @@ from pathlib import Path
 import pytest
 
 from shoal.runtime.whole_experts import WholeExperts
-from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import (
-    assert_tokens_in_every_layout,
-    assert_tokens_in_every_mode,
-    assert_tokens_through_carries,
+    ALL,
+    TOKENS,
+    EveryLayout,
+    Tokens,
     assert_wrong_experts_change_tokens_by_length,
 )
-from tests.runtime.engine.prompts import PROMPTS, SHARED, make_model
+from tests.runtime.engine.prompts import make_model
 from tests.runtime.engine.real_node import RealNode, stock_tokens
-
-ALL = PROMPTS + SHARED
-TOKENS = 24
-Expected = list[list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> Expected:
+def expected(model: Path) -> Tokens:
     return stock_tokens(model, ALL, TOKENS)
 
 
@@ -42,22 +38,7 @@ def node(model: Path) -> Iterator[RealNode]:
         yield node
 
 
-def test_tokens_are_stocks_in_every_layout(node: RealNode, expected: Expected) -> None:
-    assert_tokens_in_every_layout(node, ALL, TOKENS, expected)
-
-
-def test_tokens_are_stocks_however_steps_run(node: RealNode, expected: Expected) -> None:
-    assert_tokens_in_every_mode(node, ALL, TOKENS, expected)
-
-
-def test_carried_requests_go_on_with_the_right_tokens(node: RealNode) -> None:
-    assert_tokens_through_carries(node, 60)
-
-
-def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
-    assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "tp2": 0}] * 2
-
-
-def test_wrong_experts_change_the_tokens_of_their_steps(node: RealNode) -> None:
-    """It is last: what it leaves in the prefix cache is wrong."""
-    assert_wrong_experts_change_tokens_by_length(node, TOKENS)
+class TestWholeExperts(EveryLayout):
+    def test_wrong_experts_change_the_tokens_of_their_steps(self, node: RealNode) -> None:
+        """It is last: what it leaves in the prefix cache is wrong."""
+        assert_wrong_experts_change_tokens_by_length(node)
