@@ -1,4 +1,4 @@
-"""What the same policy could win with a buffer for KV in the host's memory (Seesaw, 4.2).
+"""What a policy that re-shards could win with a buffer for KV in the host's memory (Seesaw, 4.2).
 
     python -m shoal.loadgen.bench.host_tier --hardware l40s --prompt-tokens 3000 --outputs 40 360
 
@@ -28,7 +28,6 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from shoal.loadgen.bench.offline_layouts import WHOLE_PROMPTS, layouts, requests, seconds
 from shoal.loadgen.workload import Arrival
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, Layout
@@ -39,6 +38,32 @@ from shoal.runtime.simulation.simulated_node import simulate
 
 SEED = 1
 """Of the lengths of outputs."""
+WHOLE_PROMPTS = 8192
+"""Tokens of the steps of a cycle."""
+
+
+def requests(count: int, prompt: int, output: int) -> list[Arrival]:
+    """Return equal requests that come at once."""
+    return [Arrival(0.0, prompt, output, 0) for _ in range(count)]
+
+
+def seconds(node: Node, layout: Layout, chunk: int, asked: Sequence[Arrival]) -> float:
+    """Return the time in which a layout serves requests.
+
+    Args:
+        node: the node.
+        layout: that of all engines.
+        chunk: most tokens of a step.
+        asked: the requests.
+    """
+    found = replace(node, layout=layout, max_pp=layout.pp, max_num_batched_tokens=chunk)
+    return max(life.ended or 0.0 for life in simulate(found, "manual", asked).lives)
+
+
+def layouts(engines: int) -> list[Layout]:
+    """Return all static layouts: groups of 1, 2, 4 or 8 engines, with and without stages."""
+    sizes = [size for size in (1, 2, 4, 8) if size <= engines]
+    return [Layout(tp=tp, pp=pp) for tp in sizes for pp in sizes if tp * pp <= engines]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,30 @@ from dataclasses import replace
 import pytest
 
 from shoal.loadgen.bench.host_tier import (
+    WHOLE_PROMPTS,
     Decoding,
     HostTier,
     Parked,
     cycles,
     divided,
     drawn,
+    layouts,
     main,
+    requests,
+    seconds,
 )
-from shoal.loadgen.bench.offline_layouts import WHOLE_PROMPTS, requests, seconds
 from shoal.policies.values.layouts import DP, Layout
-from tests.loadgen.bench.test_offline_layouts import NODE
+from shoal.runtime.simulation.data_sheets import hardware_named
+from shoal.runtime.simulation.node_settings import Node
+from shoal.runtime.simulation.shape_files import read_shape
 
+NODE = Node(
+    read_shape("llama-3-8b-bf16"),
+    hardware_named("l40s"),
+    engines=2,
+    max_group=2,
+    prefix_caching=False,
+)
 TP = Layout(tp=2)
 TOKEN = NODE.shape.model_shape().kv_bytes_per_token
 FAST = HostTier(1e12, 1e15, switch_seconds=0.0)
@@ -25,6 +37,11 @@ FAST = HostTier(1e12, 1e15, switch_seconds=0.0)
 
 def parked(count: int, tokens: int, left: int) -> deque[Parked]:
     return deque(Parked(tokens, left) for _ in range(count))
+
+
+def test_all_static_layouts_are_compared() -> None:
+    assert [one.name for one in layouts(2)] == ["dp", "pp2", "tp2"]
+    assert {one.world_size for one in layouts(4)} == {1, 2, 4}
 
 
 @pytest.mark.parametrize("layout", [DP, TP])
