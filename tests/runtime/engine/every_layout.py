@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.policies.values.layouts import alone
+from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
@@ -89,21 +89,24 @@ def node_in_fp32(
         yield node
 
 
-def assert_wrong_experts_change_tokens(node: RealNode, *, by_number: bool) -> None:
+def assert_wrong_experts_change_tokens(
+    node: RealNode, group: Unit = GROUP, *, by_number: bool
+) -> None:
     """A group whose members take other experts for theirs generates other tokens.
 
     What this leaves in the prefix cache is wrong.
 
     Args:
         node: the node.
+        group: its group.
         by_number: whether the group divides the experts by number.
     """
     prompts = random_prompts((17, 40), seed=42)
     node.switch()
     expected = node.generate(alone(0), prompts, TOKENS)
-    assert node.probe(0, probes.confuse_experts, GROUP.layout) == by_number
-    with node.bound(GROUP):
-        found = node.generate(GROUP, prompts, TOKENS)
+    assert node.probe(0, probes.confuse_experts, group.layout) == by_number
+    with node.bound(group):
+        found = node.generate(group, prompts, TOKENS)
     assert all(one != other for one, other in zip(found, expected, strict=True))
 
 

@@ -13,10 +13,9 @@ from shoal.policies.values.partition import Partition, singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine import probes
+from tests.runtime.engine.every_layout import ALL, TOKENS, assert_wrong_experts_change_tokens
 from tests.runtime.engine.prompts import (
     MODELS_WITH_EXPERTS,
-    PROMPTS,
-    SHARED,
     make_model,
     random_prompts,
 )
@@ -25,8 +24,6 @@ from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp, tp_units
 from tests.variety import is_varied
 
-ALL = PROMPTS + SHARED
-TOKENS = 24
 ENGINES = {"qwen3-moe": 4, "mixtral": 2, "glm4-moe": 2, "llama4": 2}
 """One family shows what does not depend on the family: more than one width."""
 Expected = list[list[int]]
@@ -110,11 +107,5 @@ def test_no_layout_but_dp_owns_weights(node: RealNode, engines: int) -> None:
 
 def test_the_wrong_experts_change_the_tokens(node: RealNode, model: Path, widest: Unit) -> None:
     """It is last: what it leaves in the prefix cache is wrong."""
-    prompts = random_prompts((17, 40), seed=42)
-    node.switch()
-    expected = node.generate(alone(0), prompts, TOKENS)
-    by_expert = node.probe(0, probes.confuse_experts, widest.layout)
-    assert by_expert == (model.name == "qwen3-moe")
-    with node.bound(widest):
-        found = node.generate(widest, prompts, TOKENS)
-    assert all(one != other for one, other in zip(found, expected, strict=True))
+    by_number = model.name == "qwen3-moe"
+    assert_wrong_experts_change_tokens(node, widest, by_number=by_number)
