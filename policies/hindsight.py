@@ -139,6 +139,7 @@ def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]
             mixed=snapshot.chunk(layout),
             prices=prices_of(snapshot, layout),
             output=snapshot.output_tokens,
+            short_first=snapshot.short_first,
         )
     return terms
 

@@ -2,8 +2,9 @@
 
 A shadow has the units of one partition, each with its queue: prompts that wait, requests that
 decode. It gets every request that comes, sends it to the unit where it costs least, as the node
-does, and computes step after step, in the times of the cost model: chunks of prompts, first come
-first served, with a token for each decoding request. Steps that only decode are taken many at once.
+does, and computes step after step, in the times of the cost model: chunks of prompts, of which long
+ones let shorter ones pass as on the node, with a token for each decoding request. Steps that only
+decode are taken many at once.
 So the spread of the prompts' lengths, bursts, placement and backlogs count as they come.
 
 How long an output will be is a guess until the request has ended on the node. Then every shadow is
@@ -11,6 +12,7 @@ told (``Shadow.expect``): a request that still decodes there gets its true end, 
 guess has ended too early decodes again.
 """
 
+from bisect import insort_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
@@ -18,7 +20,7 @@ from math import ceil, inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from shoal.policies.unit_costs import Prices, Start, latest
+from shoal.policies.unit_costs import Prices, Start, latest, patience
 from shoal.policies.values.batch import PromptWork
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.pace import Pace
@@ -37,6 +39,8 @@ class Job(NamedTuple):
     """Tokens that it will generate."""
     key: str = ""
     """Its request, while ``output`` is a guess."""
+    turn: float = 0.0
+    """Prompts are computed in this order."""
 
 
 class Decode(NamedTuple):
@@ -83,11 +87,23 @@ class Terms(NamedTuple):
     prices: Prices
     output: float = 0.0
     """Tokens of the mean output."""
+    short_first: bool = True
+    """See ``Snapshot``."""
+
+    def turn(self, job: "Job") -> float:
+        """Return when it is a prompt's turn (``unit_costs.patience``)."""
+        if not self.short_first:
+            return job.start
+        own = self.prices.seconds(PromptWork.of(job.prompt, job.new))
+        return job.start + patience(own)
 
     def prompts(self, tokens: int, context: float, pairs: float, decodes: int) -> float:
         """Return the seconds of a step with prompts."""
         pace = self.sp if tokens > self.above else self.tp
         return pace.step(tokens, context, context + pairs, decodes)
+
+
+_turn = attrgetter("turn")
 
 
 @dataclass(slots=True)
@@ -126,9 +142,11 @@ class Queue:
             guessed=self.guessed.copy(),
         )
 
-    def put(self, job: Job) -> None:
+    def put(self, job: Job, terms: Terms) -> None:
         """Take a request whose prompt is to be computed."""
-        self.waiting.append(job)
+        job = job._replace(turn=terms.turn(job))
+        # What is computed of the first one is not left for others.
+        insort_right(self.waiting, job, lo=bool(self.computed), key=_turn)
         self.queued += job.new
 
     def decode(
@@ -325,7 +343,7 @@ class Shadow:
             bound = latest(min([start.first_token for start in starts]))
             costs = [inf if start.first_token > bound else start.cost for start in starts]
             best = self.queues[costs.index(min(costs))]
-        best.put(job)
+        best.put(job, terms[best.layout])
 
     def expect(self, key: str, output: int, terms: Mapping[Layout, Terms], *, known: bool) -> None:
         """Note how many tokens a request will get (``Queue.expect``)."""

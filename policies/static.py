@@ -52,8 +52,9 @@ def dispatch_least_loaded(
         allowed = rooms_for(snapshot, request, rooms, lane)
         room = _choose(allowed, request, sign, cost) if allowed else None
         if room is not None:
+            patience = cost.patience(request, room)
             room.take(request)
-            dispatches.append(Dispatch(request.request_id, room.unit.unit))
+            dispatches.append(Dispatch(request.request_id, room.unit.unit, patience))
     return tuple(dispatches)
 
 

@@ -25,6 +25,9 @@ from shoal.policies.values.snapshot import PoolRequest, Snapshot
 READS_PER_PROMPT_TOKEN = 700
 """Without a cost model: tokens of context that a step reads in the time of a prompt's token. It is
 about that of an 8B model on an H200."""
+PATIENCE, MOST_PATIENCE = 8.0, 1.0
+"""A prompt lets shorter ones pass that came up to so many times its own time after it, and at most
+so many seconds (docs/policies.md)."""
 LATER, LATER_SECONDS = 0.5, 0.2
 """By which share, and how many seconds, a first token may come later so that others need not wait.
 They are a trade of the slowest first tokens for the mean request (docs/policies.md)."""
@@ -65,6 +68,18 @@ def latest(earliest: float) -> float:
         earliest: how long it waits in the unit where that comes first, seconds.
     """
     return earliest * (1.0 + LATER) + LATER_SECONDS
+
+
+def patience(own: float) -> float:
+    """Return how long after a prompt others may come that units compute before it, seconds.
+
+    Units compute prompts in the order of their arrival and patience. So short prompts need not wait
+    for long ones that came shortly before, and no prompt waits for others without end.
+
+    Args:
+        own: how long the prompt itself takes, seconds.
+    """
+    return min(PATIENCE * own, MOST_PATIENCE)
 
 
 class _Terms(NamedTuple):
@@ -109,6 +124,16 @@ class UnitCosts:
         cost = terms.wait + terms.reads + lost + terms.read * request.prompt_tokens
         return Start(terms.wait + own, cost)
 
+    def patience(self, request: PoolRequest, room: Room) -> float:
+        """Return how long a request lets shorter ones pass in a unit, seconds (``patience``).
+
+        Without a cost model times are not in seconds, and nobody lets others pass.
+        """
+        seen = self._snapshot
+        if seen.cost_model is None or not seen.short_first:
+            return 0.0
+        return patience(self._prices_of(room).seconds(room.work(request)))
+
     def ranks(self, request: PoolRequest, rooms: Iterable[Room]) -> dict[Unit, tuple[bool, float]]:
         """Return by what units are compared: whether a first token is too late there, and the cost.
 
@@ -120,11 +145,8 @@ class UnitCosts:
         return {unit: (start.first_token > bound, start.cost) for unit, start in starts.items()}
 
     def _terms_of(self, room: Room) -> _Terms:
-        unit, seen = room.unit, self._snapshot
-        layout, output = unit.unit.layout, seen.output_tokens
-        if layout not in self._prices:
-            self._prices[layout] = prices_of(seen, layout)
-        prices = self._prices[layout]
+        unit, output = room.unit, self._snapshot.output_tokens
+        prices = self._prices_of(room)
         if unit.unit.leader not in self._queued:
             pairs = sum(map(mul, unit.prompts, unit.prompts)) // 2
             queued = unit.begun.with_(PromptWork(unit.prefill_tokens, pairs))
@@ -135,6 +157,12 @@ class UnitCosts:
         # On average, half of the others' outputs are still to come.
         read = others * output / 2 * prices.read
         return _Terms(room.taken, prices, wait, reads, others, read)
+
+    def _prices_of(self, room: Room) -> Prices:
+        layout = room.unit.unit.layout
+        if layout not in self._prices:
+            self._prices[layout] = prices_of(self._snapshot, layout)
+        return self._prices[layout]
 
 
 def prices_of(snapshot: Snapshot, layout: Layout) -> Prices:

@@ -217,6 +217,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     queued_ahead: int = QUEUED_AHEAD
     place_by_prefix: bool = True
     """Whether policies see where a request's prefix is cached."""
+    short_first: bool = True
+    """Whether long prompts let shorter ones pass (``unit_costs.patience``)."""
     switch_wait_seconds: float = SWITCH_WAIT_SECONDS
     """How long a switch that the policy asked for waits for requests to end. Then it goes on
     without waiting (``switch.py``)."""

@@ -34,8 +34,9 @@ class Simulated:
         """Return the node and the policy that stand for a system in one way.
 
         Stock vLLM's groups have no SP, and it has full graphs only of steps that decode. Its steps
-        compute as much of prompts beside requests that decode as in any step, and its balancer does
-        not know what costs how much. None: there is no such node.
+        compute as much of prompts beside requests that decode as in any step, and prompts in the
+        order in which they came. Its balancer does not know what costs how much. None: there is no
+        such node.
         """
         plain = replace(
             self.node,
@@ -43,6 +44,7 @@ class Simulated:
             mixed_step_tokens=0,
             full_graphs=False,
             place_by_prefix=False,
+            short_first=False,
             rebalance=False,
         )
         if system == STOCK_DP:

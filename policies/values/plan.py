@@ -35,6 +35,9 @@ class Dispatch:
 
     request_id: str
     unit: Unit
+    patience: float = 0.0
+    """The unit computes its prompt after those of requests of its priority that come up to so many
+    seconds later, if they have less patience."""
 
 
 @dataclass(frozen=True, slots=True)

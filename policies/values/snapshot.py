@@ -290,6 +290,8 @@ class Snapshot:
     """Predicts step times; None if the node does not know the shape of its model."""
     targets: tuple[Target, ...] = ()
     """The targets, the most urgent class first."""
+    short_first: bool = True
+    """Whether long prompts let shorter ones pass (``Dispatch.patience``)."""
     schedules_ahead: bool = False
     """Whether a unit's next step is scheduled while one is computed. Both end before a switch."""
     sp_above: tuple[tuple[Layout, int], ...] = ()

@@ -66,7 +66,7 @@ class Node:
             up groups in TP. Those of engines that share weights have none, and without them no
             graph is larger than vLLM's own.
         prefix_caching: whether units keep the KV of prompts that others may begin with.
-        place_by_prefix: see ``NodeConfig``, as ``rebalance``.
+        place_by_prefix: see ``NodeConfig``, as ``short_first`` and ``rebalance``.
         tier_gib: GiB of the host's memory that each engine has for KV.
         tier_bytes_per_second: rate at which each engine reads and writes it.
         corrections: what a fit has found of a node's steps; none: those of ``hardware``.
@@ -95,6 +95,7 @@ class Node:
     full_graphs: bool = True
     prefix_caching: bool = True
     place_by_prefix: bool = True
+    short_first: bool = True
     rebalance: bool = True
     corrections: tuple[Correction, ...] = ()
     tier_gib: float = 0.0
@@ -141,6 +142,7 @@ class Node:
                 tier_bytes_per_second=self.tier_bytes_per_second,
             ),
             place_by_prefix=self.place_by_prefix,
+            short_first=self.short_first,
             rebalance=self.rebalance,
             seed=self.seed,
             queued_ahead=self.queued_ahead,

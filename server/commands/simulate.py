@@ -32,6 +32,7 @@ from shoal.server.commands.command_parser import CommandParser
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
 from shoal.server.number_options import check_at_least
+from shoal.server.options.pool_options import add_placement_options
 from shoal.server.options.sharing_options import add_sharing_options, check_share
 from shoal.server.options.shift_options import add_shift_options, check_shift
 from shoal.server.options.step_options import add_mixed_option
@@ -92,12 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="keep the KV of prompts that others may begin with, as vLLM does (default: on)",
     )
-    add(
-        "--place-by-prefix",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="send requests where their prefix is cached, if that costs less (default: on)",
-    )
+    add_placement_options(parser)
     add("--json", type=Path, metavar="FILE", help="write the figures here too")
     add("--plot", type=Path, metavar="FILE.svg", help="draw requests, layout and TTFT over time")
     add(
@@ -203,6 +199,7 @@ def _node(
         captured_tokens=args.captured_tokens,
         prefix_caching=args.enable_prefix_caching,
         place_by_prefix=args.place_by_prefix,
+        short_first=args.short_first,
         corrections=_corrections(args.fit_file),
         tier_gib=args.kv_tier_gib,
     )

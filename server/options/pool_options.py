@@ -21,16 +21,27 @@ _LIMITS = (
 
 
 def add_pool_options(group: argparse._ArgumentGroup) -> None:
-    """Add the limits, ``--priority-aging`` and ``--place-by-prefix``."""
+    """Add the limits, and how requests are placed and ordered."""
     number = partial(add_number, group)
     for name, default, text in _LIMITS:
         number(flag_of(name), default, text)
     number("--priority-aging", AGING_SECONDS, "wait that makes up for one class of priority")
+    add_placement_options(group)
+
+
+def add_placement_options(group: argparse._ActionsContainer) -> None:
+    """Add ``--place-by-prefix`` and ``--short-first``."""
     group.add_argument(
         "--place-by-prefix",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="send requests where their prefix is cached, if that costs less (default: on)",
+    )
+    group.add_argument(
+        "--short-first",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="let short prompts pass long ones that came shortly before them (default: on)",
     )
 
 
@@ -51,4 +62,5 @@ def pool_settings(args: Namespace) -> dict[str, Any]:
         **limits,
         "aging_seconds": args.priority_aging,
         "place_by_prefix": args.place_by_prefix,
+        "short_first": args.short_first,
     }

@@ -129,7 +129,7 @@ def test_what_waits_in_several_units_goes_on_in_the_order_of_arrival() -> None:
     two = Shadow([Queue(DP, 0.0), Queue(DP, 0.0)])
     for queue, arrivals in zip(two.queues, ([0.1, 0.4], [0.2, 0.3]), strict=True):
         for at in arrivals:
-            queue.put(Job(at, 100, 100, 5, f"at {at}"))
+            queue.put(Job(at, 100, 100, 5, f"at {at}"), TERMS)
     (one,) = fork([DP], present(two), 0.5, ALL).queues
     assert [job.key for job in one.waiting] == ["at 0.1", "at 0.2", "at 0.3", "at 0.4"]
 
@@ -168,3 +168,32 @@ def test_requests_for_which_there_is_no_room_wait_for_their_turn(short: str) -> 
     assert late == pytest.approx(2 * wide, rel=0.1)
     one.advance(1.0, {DP: narrow})
     assert 1.0 <= one.queues[0].clock < 1.0 + 3 * STEP
+
+
+def order(*jobs: Job, terms: Terms = TERMS) -> list[str]:
+    """Return in which order a shadow will compute prompts that wait behind another one."""
+    queue = Queue(DP, 0.0)
+    queue.put(Job(0.0, 8192, 8192, 5, "begun"), terms)
+    queue.computed = 1
+    for job in jobs:
+        queue.put(job, terms)
+    assert queue.waiting[0].key == "begun", "what has begun is computed to its end"
+    return [job.key for job in queue.waiting[1:]]
+
+
+LONG = Job(1.0, 4000, 4000, 5, "long")
+"""It takes 40 ms, and lets others pass that come up to 320 ms later."""
+
+
+@pytest.mark.parametrize(("later", "passes"), [(0.3, True), (0.35, False)])
+def test_a_short_prompt_passes_a_long_one_that_came_shortly_before(
+    later: float, passes: bool
+) -> None:
+    short = Job(1.0 + later, 10, 10, 5, "short")
+    assert order(LONG, short) == (["short", "long"] if passes else ["long", "short"])
+    in_turn = TERMS._replace(short_first=False)
+    assert order(LONG, short, terms=in_turn) == ["long", "short"]
+
+
+def test_what_is_cached_of_a_prompt_makes_it_short() -> None:
+    assert order(LONG, Job(1.1, 10, 9000, 5, "cached")) == ["cached", "long"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.policies.static import dispatch_least_loaded
-from shoal.policies.unit_costs import UnitCosts
+from shoal.policies.unit_costs import MOST_PATIENCE, PATIENCE, UnitCosts, prices_of
 from shoal.policies.values.batch import PromptWork
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.plan import Room
@@ -147,3 +147,32 @@ def test_one_long_prompt_takes_more_time_than_short_ones_of_as_many_tokens() -> 
     for units, there in (((long, short), TWO), ((short, long), TWO)):
         seen = snapshot(*units, pool=(asks("r", 500),))
         assert placed(replace(seen, cost_model=MODEL)) == [there]
+
+
+def patience(seen: Snapshot) -> float:
+    (dispatch,) = dispatch_least_loaded(seen)
+    return dispatch.patience
+
+
+@pytest.mark.parametrize(("prompt", "cached"), [(100, 0), (700, 0), (2000, 1900)])
+def test_a_prompt_lets_others_pass_for_a_multiple_of_the_time_that_is_left_of_it(
+    prompt: int, cached: int
+) -> None:
+    found = ((ONE, cached),) if cached else ()
+    seen = replace(snapshot(room(ONE), pool=(asks("r", prompt, *found),)), cost_model=MODEL)
+    own = prices_of(seen, ONE.layout).seconds(PromptWork.of(prompt, prompt - cached))
+    assert patience(seen) == pytest.approx(PATIENCE * own)
+    assert 0 < patience(seen) < MOST_PATIENCE
+
+
+def test_no_prompt_is_more_patient_than_the_most() -> None:
+    seen = snapshot(room(ONE), pool=(asks("r", 390_000),))
+    assert patience(replace(seen, cost_model=MODEL)) == MOST_PATIENCE
+
+
+def test_nobody_lets_others_pass_where_times_are_unknown_or_users_want_the_order_of_arrival() -> (
+    None
+):
+    seen = snapshot(room(ONE), pool=(asks("r", 5000),))
+    assert patience(replace(seen, cost_model=None)) == 0.0
+    assert patience(replace(seen, cost_model=MODEL, short_first=False)) == 0.0

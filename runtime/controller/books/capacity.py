@@ -116,12 +116,11 @@ class Capacity:
             output_tokens=self._lengths.output,
             outputs=self._lengths.outputs,
             **self._prefixes.hits._asdict(),
-            smoothed_requests=demand.smoothed_requests,
             since_switch=since_switch,
-            since_urgent=demand.since_urgent(now),
             layouts=self._layouts,
             cost_model=self.costs.model,
             targets=self._config.targets,
+            short_first=self._config.short_first,
             schedules_ahead=self._config.schedules_ahead,
             urgent_engines=self._config.urgent_engines,
             sp_above=sp_above,
@@ -180,9 +179,8 @@ class Capacity:
         found = {} if request is None else self._prefixes.where(request.prompt, units)
         if request is None or not found:
             return seen
-        prompt = request.prompt
-        cached = tuple((unit, prompt.tokens(count)) for unit, count in found.items())
-        return replace(seen, cached=cached, prefix=prompt.hashes[max(found.values()) - 1])
+        cached = tuple((unit, request.prompt.tokens(count)) for unit, count in found.items())
+        return replace(seen, cached=cached, prefix=request.prompt.hashes[max(found.values()) - 1])
 
     @cached_property
     def _layouts(self) -> tuple[LayoutState, ...]:

@@ -45,12 +45,14 @@ NO_NEWS = News()
 
 
 class Rates(NamedTuple):
-    """How much comes to the node (``Snapshot``)."""
+    """How much comes to the node and is there (``Snapshot``)."""
 
     arrival_rate: float
     recent_rate: float
     usual_rate: float
     prompt_rate: float
+    smoothed_requests: float
+    since_urgent: float
 
 
 class Demand:
@@ -61,7 +63,7 @@ class Demand:
     """
 
     def __init__(self, now: float) -> None:
-        self.smoothed_requests = 0.0
+        self._smoothed_requests = 0.0
         self._rates = [0.0] * len(RATE_SECONDS)
         self._usual = 0.0
         self._prompt_rate = 0.0
@@ -132,9 +134,10 @@ class Demand:
         return rate * self._kept(now, seconds) / known if known else 0.0
 
     def rates(self, now: float) -> Rates:
-        """Return how much comes to the node."""
+        """Return how much comes to the node, and is there."""
         requests = self.arrival_rate(now), self.recent_rate(now), self.usual_rate(now)
-        return Rates(*requests, self.prompt_rate(now))
+        since_urgent = now - self._urgent_at
+        return Rates(*requests, self.prompt_rate(now), self._smoothed_requests, since_urgent)
 
     def prompt_rate(self, now: float) -> float:
         """Return prompt tokens per second."""
@@ -142,10 +145,6 @@ class Demand:
 
     def _kept(self, now: float, seconds: float = SMOOTHING_SECONDS) -> float:
         return math.exp((self._rate_at - now) / seconds)
-
-    def since_urgent(self, now: float) -> float:
-        """Return the seconds since an urgent request was last on the node."""
-        return now - self._urgent_at
 
     def see(self, now: float, requests: int, most_urgent: int | None) -> None:
         """Note the requests that are on the node from now on.
@@ -156,7 +155,7 @@ class Demand:
             most_urgent: the lowest priority among them.
         """
         kept = math.exp((self._seen_at - now) / SMOOTHING_SECONDS)
-        self.smoothed_requests = kept * self.smoothed_requests + (1 - kept) * self._requests
+        self._smoothed_requests = kept * self._smoothed_requests + (1 - kept) * self._requests
         self._seen_at, self._requests = now, requests
         if most_urgent is not None and most_urgent < NORMAL_PRIORITY:
             self._urgent_at = now

@@ -53,7 +53,9 @@ class Dispatcher:
             self._demand.place(request.id, cached)
             now = self._clock()
             self._statistics.placed(request, group, now, cached)
-            add = m.AddRequest(group, request.id, list(request.tokens))
+            # One that has begun lets nobody pass.
+            patience = 0.0 if request.tokens else dispatch.patience
+            add = m.AddRequest(group, request.id, list(request.tokens), patience)
             self._transport.to_engine(group.leader, add, request.payload)
             placed = m.Placed(request.id, group)
             if self._tracing:

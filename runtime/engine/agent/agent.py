@@ -194,7 +194,8 @@ class Agent:
     def _add(self, message: m.AddRequest, frames: Frames) -> None:
         self._stepping.count(message.unit)
         try:
-            self._backend.cores[message.unit].add(message.request_id, frames, message.tokens)
+            core = self._backend.cores[message.unit]
+            core.add(frames, message.tokens, message.patience)
         except ValueError as error:
             self._stepping.refuse(message.unit, message.request_id, frames, error)
 

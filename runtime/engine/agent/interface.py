@@ -46,14 +46,14 @@ class Core(Protocol):
     shift: Shift
     """Chooses the mode of the next steps."""
 
-    def add(self, request_id: str, frames: Sequence[Any], tokens: Sequence[int] = ()) -> None:
+    def add(self, frames: Sequence[Any], tokens: Sequence[int] = (), patience: float = 0.0) -> None:
         """Queue a request.
 
         Args:
-            request_id: the request.
             frames: vLLM's raw ``ADD`` payload, as the front end sent it.
             tokens: output tokens that other units have generated for it. Their KV is computed
                 again, and the request goes on as if this core had generated them.
+            patience: its prompt waits as if it had come so many seconds later.
 
         Raises:
             ValueError: the request is not valid for this core; it holds no state afterwards.

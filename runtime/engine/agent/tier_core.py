@@ -188,13 +188,13 @@ class TierCore:
 
     # --- what a tier does not do --------------------------------------------------------------
 
-    def add(self, request_id: str, frames: Sequence[Any], tokens: Sequence[int] = ()) -> None:
+    def add(self, frames: Sequence[Any], tokens: Sequence[int] = (), patience: float = 0.0) -> None:
         """See ``Core.add``.
 
         Raises:
             ValueError: always.
         """
-        del request_id, frames, tokens
+        del frames, tokens, patience
         raise ValueError("nothing is computed in the host's memory")
 
     def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:

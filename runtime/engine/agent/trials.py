@@ -47,7 +47,7 @@ class Trials:
             name = f"trial-{trial.number}-{place}"
             prompt = random.Random(name).choices(TOKEN_IDS, k=tokens)
             payload = wire.encode_request(name, prompt, sampling, client=wire.NOBODY)
-            self._backend.cores[trial.unit].add(name, [payload])
+            self._backend.cores[trial.unit].add([payload])
             self._left.add(name)
 
     @property

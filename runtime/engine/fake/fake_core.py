@@ -106,9 +106,9 @@ class FakeCore:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def add(self, request_id: str, frames: Sequence[Any], tokens: Sequence[int] = ()) -> None:
+    def add(self, frames: Sequence[Any], tokens: Sequence[int] = (), patience: float = 0.0) -> None:
         """See ``Core.add``."""
-        self._scheduler.add(self._request(frames, tokens))
+        self._scheduler.add(self._request(frames, tokens), patience)
         self._cut()
 
     def _request(self, frames: Sequence[Any], tokens: Sequence[int] = ()) -> FakeRequest:

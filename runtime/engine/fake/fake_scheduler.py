@@ -66,8 +66,8 @@ class FakeScheduler:
         """Every request, those that run first."""
         return [*self.running, *self.waiting, *self.parked.values()]
 
-    def add(self, request: FakeRequest) -> None:
-        """Queue a request.
+    def add(self, request: FakeRequest, patience: float = 0.0) -> None:
+        """Queue a request as if it had come ``patience`` seconds later.
 
         Raises:
             ValueError: there is already a request with its id.
@@ -75,7 +75,8 @@ class FakeScheduler:
         self.check_is_new(request)
         self._note(request, wire.EventType.QUEUED)
         request.came = self._clock()
-        self.waiting.append(request)
+        request.arrival += patience
+        self._queue(request)
 
     def check_is_new(self, request: FakeRequest) -> None:
         """Check that no request has the id of this one.
@@ -108,9 +109,11 @@ class FakeScheduler:
         request.is_unsure = computed > 0
         self._cache(request, request.computed)
         self._note(request, wire.EventType.QUEUED)
-        place = bisect_right(self.waiting, _rank(request), key=_rank)
-        self.waiting.insert(place, request)
+        self._queue(request)
         return True
+
+    def _queue(self, request: FakeRequest) -> None:
+        self.waiting.insert(bisect_right(self.waiting, _rank(request), key=_rank), request)
 
     def allot(
         self,

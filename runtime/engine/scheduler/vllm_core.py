@@ -114,9 +114,10 @@ class VllmCore:
 
     # --- requests ---
 
-    def add(self, request_id: str, frames: Sequence[Any], tokens: Sequence[int] = ()) -> None:
+    def add(self, frames: Sequence[Any], tokens: Sequence[int] = (), patience: float = 0.0) -> None:
         """See ``interface.Core.add``."""
         request = self._decoded(frames)
+        request.arrival_time += patience  # vLLM's order of requests of one priority
         try:
             if tokens:
                 self._carried.add(request, tokens)

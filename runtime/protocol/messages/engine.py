@@ -48,12 +48,14 @@ class AddRequest(Message, frozen=True):
     """Start a request on ``unit``, which this engine leads. Raw request frames follow.
 
     ``tokens`` are the output tokens that other units have generated for it. The unit computes the
-    KV of the prompt and of these tokens, and generates the next one.
+    KV of the prompt and of these tokens, and generates the next one. ``patience`` is that of
+    ``Dispatch``, seconds.
     """
 
     unit: Unit
     request_id: str
     tokens: list[int] = msgspec.field(default_factory=list)
+    patience: float = 0.0
 
 
 class AbortRequests(Message, frozen=True):

@@ -37,6 +37,7 @@ def test_a_system_has_its_stand_in(system: str, way: str, policy: str, max_sp: i
     assert found is not None
     assert (found[1], found[0].max_sp) == (policy, max_sp)
     assert found[0].place_by_prefix is (system == SHOAL)
+    assert found[0].short_first is (system == SHOAL)
     assert found[0].mixed_step_tokens == (NODE.mixed_step_tokens if system == SHOAL else 0)
     assert found[0].rebalance is (system == SHOAL)
 

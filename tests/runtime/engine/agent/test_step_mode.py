@@ -108,7 +108,7 @@ def fake_mode(config: NodeConfig, threshold: int | None, tokens: int) -> Mode:
     core = FakeBackend(config, 0, clock=clock).groups[GROUP]
     core.shift.threshold = threshold
     core.bind(1, {engine: list(range(1, 100)) for engine in GROUP.engines}, seed=0)
-    core.add("r", request_payload("r", [7] * tokens, 1))
+    core.add(request_payload("r", [7] * tokens, 1))
     core.dispatch()
     clock.advance(1.0)
     collected = core.collect()

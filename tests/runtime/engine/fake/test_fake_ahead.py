@@ -25,7 +25,7 @@ class AheadNode(Node):
     """Copies ahead from one core to another."""
 
     def begin(self, core: FakeCore, steps: int = 3) -> None:
-        core.add("r", request_payload("r", LONG, OUTPUT))
+        core.add(request_payload("r", LONG, OUTPUT))
         for _ in range(steps):
             self.step(core)
 
@@ -111,7 +111,7 @@ def test_only_the_rest_is_read_when_the_request_comes(
 def test_steps_do_not_wait_for_what_is_read_beside_them(node: AheadNode) -> None:
     source, target, readers = cores_of(node, alone(0), alone(1))
     node.begin(source)
-    target.add("other", request_payload("other", PROMPT, OUTPUT))
+    target.add(request_payload("other", PROMPT, OUTPUT))
     target.dispatch()
     now = node.clock.now
     (request,) = node.copy(source, target, *readers)
@@ -136,7 +136,7 @@ def test_a_group_has_two_links(node: AheadNode) -> None:
 
 def test_only_full_blocks_that_no_step_in_flight_writes_to_are_pinned(node: AheadNode) -> None:
     core = node.core(alone(0))
-    core.add("r", request_payload("r", LONG, OUTPUT))
+    core.add(request_payload("r", LONG, OUTPUT))
     core.dispatch()
     assert core.pin(CARRY, ["r"]) == []
     node.step(core)
@@ -171,7 +171,7 @@ def test_the_largest_requests_get_room_first(node: AheadNode) -> None:
     source, target = node.core(alone(0)), node.core(alone(1))
     prompts = {"small": [5] * 8, "large": [6] * 40, "unexpected": [7] * 20}
     for name, prompt in prompts.items():
-        source.add(name, request_payload(name, prompt, OUTPUT))
+        source.add(request_payload(name, prompt, OUTPUT))
     node.step(source)
     for name in ("small", "large"):
         target.expect(name, request_payload(name, prompts[name], OUTPUT))
@@ -244,10 +244,10 @@ def test_what_is_left_over_is_a_problem(node: AheadNode) -> None:
 def test_what_is_cached_there_or_read_for_another_request_is_not_read(node: AheadNode) -> None:
     source, target, readers = cores_of(node, alone(0), alone(1))
     prompts = {"a": [*LONG, 8, 8, 8, 8], "b": [*LONG, 9], "c": LONG[:21]}
-    target.add("before", request_payload("before", LONG[:9], 1))
+    target.add(request_payload("before", LONG[:9], 1))
     node.finish(target)
     for name, prompt in prompts.items():
-        source.add(name, request_payload(name, prompt, OUTPUT))
+        source.add(request_payload(name, prompt, OUTPUT))
         node.step(source)
         target.expect(name, request_payload(name, prompt, OUTPUT))
     free = target.load.free_blocks
@@ -276,7 +276,7 @@ def test_what_the_first_step_found_is_not_pinned_before_it_ends(node: AheadNode)
     """Another request of the same step may be what writes it."""
     core = node.core(alone(0))
     for name in "ab":
-        core.add(name, request_payload(name, [*LONG, ord(name)], OUTPUT))
+        core.add(request_payload(name, [*LONG, ord(name)], OUTPUT))
     core.dispatch()
     assert [request.computed for request in core._scheduler.requests] == [0, len(LONG)]
     assert core.pin(CARRY, ["a", "b"]) == []
@@ -322,7 +322,7 @@ def test_pinned_blocks_that_are_used_again_give_wrong_tokens(
         source.unpin(CARRY)
     source._scheduler.preempt_until(source.load.free_blocks + 1)
     source._scheduler.waiting.appendleft(source._scheduler.waiting.pop())
-    source.add("other", request_payload("other", LONG[::-1], OUTPUT))
+    source.add(request_payload("other", LONG[::-1], OUTPUT))
     source._scheduler.waiting.rotate()
     node.step(source)
     node.ended(*readers)
@@ -341,7 +341,7 @@ def test_what_is_read_over_blocks_of_others_makes_those_wrong(node: AheadNode) -
     node.copy(source, target, *readers)
     target.abort(["r"])
     target.settle(CARRY, copied=False)
-    target.add("victim", request_payload("victim", PROMPT, OUTPUT))
+    target.add(request_payload("victim", PROMPT, OUTPUT))
     node.step(target)
     node.ended(*readers)
     node.finish(target)
@@ -354,7 +354,7 @@ def test_what_reading_did_not_touch_is_right(node: AheadNode) -> None:
     node.begin(source)
     node.copy(source, target, *readers)
     target.abort(["r"])
-    target.add("other", request_payload("other", PROMPT, OUTPUT))
+    target.add(request_payload("other", PROMPT, OUTPUT))
     node.step(target)
     node.ended(*readers)
     target.settle(CARRY, copied=False)

@@ -74,7 +74,7 @@ def tokens_of(ended: Collected) -> dict[str, list[int]]:
 
 def test_a_step_takes_its_time(clock: ManualClock) -> None:
     core = make(clock).own
-    core.add("a", request_payload("a", [1, 2], 1))
+    core.add(request_payload("a", [1, 2], 1))
     assert advance(core)
     assert core.in_flight == 1
     assert core.collect() is None
@@ -86,7 +86,7 @@ def test_a_step_takes_its_time(clock: ManualClock) -> None:
 
 def test_steps_say_what_they_computed(clock: ManualClock) -> None:
     core = make(clock).own
-    core.add("a", request_payload("a", [1, 2, 3, 4], 3))
+    core.add(request_payload("a", [1, 2, 3, 4], 3))
     ended = run(core, clock)
     # Four prompt tokens attend to 1, 2, 3 and 4; the two decodes read 5 and 6.
     assert ended.steps == [
@@ -101,7 +101,7 @@ def test_steps_simulated_as_one_count_as_many(clock: ManualClock) -> None:
     settings = msgspec.structs.replace(SETTINGS, steps_at_once=64)
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
     core = FakeBackend(config, 0, clock=clock).own
-    core.add("a", request_payload("a", [1, 2, 3, 4], 9))
+    core.add(request_payload("a", [1, 2, 3, 4], 9))
     ended = Collected([], [], [])
     for steps in (1, 1, 8):
         clock.advance(steps * SETTINGS.step_seconds)
@@ -113,7 +113,7 @@ def test_steps_simulated_as_one_count_as_many(clock: ManualClock) -> None:
 def test_wakeup_is_the_end_of_the_step(clock: ManualClock) -> None:
     backend = make(clock)
     assert backend.next_wakeup() is None
-    backend.own.add("a", request_payload("a", [1, 2], 1))
+    backend.own.add(request_payload("a", [1, 2], 1))
     advance(backend.own)
     clock.advance(0.2)
     assert backend.next_wakeup() == pytest.approx(0.3)
@@ -124,7 +124,7 @@ def test_preempted_requests_are_recomputed_to_the_same_tokens(clock: ManualClock
     core = backend.own
     prompts = {f"r{k}": [k + 1] * 9 for k in range(3)}
     for request_id, prompt in prompts.items():
-        core.add(request_id, request_payload(request_id, prompt, 18))
+        core.add(request_payload(request_id, prompt, 18))
     # Three requests of 27 tokens want 21 blocks of the 10 there are.
     tokens = tokens_of(run(core, clock))
     assert tokens == {r: expected_tokens(p, 18) for r, p in prompts.items()}
@@ -135,7 +135,7 @@ def test_preempted_requests_are_recomputed_to_the_same_tokens(clock: ManualClock
 def test_batch_is_bounded(clock: ManualClock) -> None:
     core = make(clock).own
     for k in range(5):
-        core.add(f"r{k}", request_payload(f"r{k}", [k + 1], 3))
+        core.add(request_payload(f"r{k}", [k + 1], 3))
     advance(core)
     assert core.load == CoreLoad(3, 2, 7)
 
@@ -149,13 +149,13 @@ def test_the_load_says_what_is_left_of_a_prompt_that_takes_several_steps() -> No
 def test_impossible_prompts_are_refused(clock: ManualClock, prompt: list[int]) -> None:
     core = make(clock).own
     with pytest.raises(ValueError, match="prompt of"):
-        core.add("a", request_payload("a", prompt, 3))
+        core.add(request_payload("a", prompt, 3))
     assert core.num_requests == 0
 
 
 def test_output_ends_at_the_model_length(clock: ManualClock) -> None:
     core = make(clock).own
-    core.add("a", request_payload("a", [1] * 28, None))
+    core.add(request_payload("a", [1] * 28, None))
     assert len(tokens_of(run(core, clock))["a"]) == 2
 
 
@@ -163,7 +163,7 @@ def test_urgent_lending_preempts_the_latest_first(clock: ManualClock) -> None:
     backend = make(clock)
     core = backend.own
     for token, request_id in enumerate(("early", "late")):
-        core.add(request_id, request_payload(request_id, [token] * 16, 3))
+        core.add(request_payload(request_id, [token] * 16, 3))
     advance(core)
     assert len(backend.own.lend(5)) == 2
     assert len(backend.own.lend(4, urgent=True)) == 4
@@ -185,7 +185,7 @@ def test_lease_opens_and_closes_row_by_row(clock: ManualClock) -> None:
     lease = {0: mine, 1: [9, 8, 7, 6, 5, 4]}
     pairs = set(zip(lease[0], lease[1], strict=True))
     group.bind(1, lease, seed=0)
-    group.add("a", request_payload("a", [1] * 9, 8))  # two blocks of 8 tokens, then a third
+    group.add(request_payload("a", [1] * 9, 8))  # two blocks of 8 tokens, then a third
     advance(group)
     first = group.shrink(3)
     assert group.lease_blocks == 3
@@ -201,7 +201,7 @@ def test_release_keeps_what_requests_hold(clock: ManualClock) -> None:
     backend = make(clock)
     group = backend.groups[tp(0, 1)]
     group.bind(1, {0: backend.own.lend(6), 1: [1, 2, 3, 4, 5, 6]}, seed=0)
-    group.add("a", request_payload("a", [1] * 9, 8))
+    group.add(request_payload("a", [1] * 9, 8))
     advance(group)
     group.release(1)
     assert len(group.shrink(6)[0]) == 4
@@ -216,7 +216,7 @@ def test_blocks_are_lacking_that_requests_need(clock: ManualClock) -> None:
     group = backend.groups[tp(0, 1)]
     group.bind(1, {0: backend.own.lend(1), 1: [1]}, seed=0)
     assert group.blocks_lacking == 0
-    group.add("a", request_payload("a", [1] * 20, 8))
+    group.add(request_payload("a", [1] * 20, 8))
     assert group.blocks_lacking == 2
     group.grow({0: backend.own.lend(2), 1: [2, 3]})
     assert group.blocks_lacking == 0
@@ -227,7 +227,7 @@ def test_blocks_are_wanted_before_cached_ones_are_evicted(clock: ManualClock) ->
     group = backend.groups[tp(0, 1)]
     group.bind(1, {0: backend.own.lend(7), 1: [*range(1, 8)]}, seed=0)
     assert group.blocks_wanted == 0
-    group.add("a", request_payload("a", [1] * 24, 1))
+    group.add(request_payload("a", [1] * 24, 1))
     run(group, clock)
     assert (group.load.free_blocks, group.blocks_lacking) == (7, 0)
     assert group.blocks_wanted == 2 * 3 + 3 - 4, "three of the seven cache the prompt"
@@ -271,7 +271,7 @@ def test_utility_calls(clock: ManualClock) -> None:
 @pytest.mark.parametrize("seam", list(Seam))
 def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None:
     backend = make(clock, faults=Faults(die_at=seam))
-    backend.own.add("leaves", request_payload("leaves", [1], 1))
+    backend.own.add(request_payload("leaves", [1], 1))
     backend.own.expect("comes", request_payload("comes", [1], 1))
     comes = CarriedRequest("comes", [], 0, {}, 1)
     calls = {
@@ -317,7 +317,7 @@ def timed(clock: ManualClock, **settings: int) -> FakeCore:
 
 def test_long_prompts_are_computed_in_chunks(clock: ManualClock) -> None:
     core = timed(clock, max_num_batched_tokens=8)
-    core.add("a", request_payload("a", [1] * 20, 2))
+    core.add(request_payload("a", [1] * 20, 2))
     for seconds, outputs in ((1.8, 0), (1.8, 0), (1.4, 1), (1.0, 1)):
         advance(core)
         clock.advance(seconds - 0.01)
@@ -331,10 +331,10 @@ def test_long_prompts_are_computed_in_chunks(clock: ManualClock) -> None:
 
 def test_decodes_go_on_beside_a_chunked_prompt(clock: ManualClock) -> None:
     core = timed(clock, max_num_batched_tokens=6)
-    core.add("a", request_payload("a", [1] * 4, 9))
+    core.add(request_payload("a", [1] * 4, 9))
     advance(core)
     clock.advance(2.0)
-    core.add("b", request_payload("b", [2] * 10, 2))
+    core.add(request_payload("b", [2] * 10, 2))
     # Five of b's tokens beside one of a's, twice.
     for ids in (["a"], ["a", "b"]):
         advance(core)
@@ -348,7 +348,7 @@ def test_decodes_go_on_beside_a_chunked_prompt(clock: ManualClock) -> None:
 
 def test_equal_steps_run_as_one_until_something_comes(clock: ManualClock) -> None:
     core = timed(clock, steps_at_once=64)
-    core.add("a", request_payload("a", [1] * 2, 12))
+    core.add(request_payload("a", [1] * 2, 12))
     advance(core)
     clock.advance(1.2)
     advance(core)
@@ -367,12 +367,12 @@ def test_equal_steps_run_as_one_until_something_comes(clock: ManualClock) -> Non
 
 def test_a_new_request_ends_a_run_of_steps(clock: ManualClock) -> None:
     core = timed(clock, steps_at_once=64)
-    core.add("a", request_payload("a", [1] * 2, 12))
+    core.add(request_payload("a", [1] * 2, 12))
     advance(core)
     clock.advance(1.2)
     advance(core)
     clock.advance(2.5)
-    core.add("b", request_payload("b", [2] * 3, 1))
+    core.add(request_payload("b", [2] * 3, 1))
     assert core.due == pytest.approx(1.2 + 3.0)
 
 
@@ -383,10 +383,10 @@ def test_a_step_that_was_scheduled_ahead_has_no_later_request(
     settings = msgspec.structs.replace(SETTINGS, asynchronous=asynchronous)
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=settings)
     core = FakeBackend(config, 0, clock=clock).own
-    core.add("early", request_payload("early", [1] * 4, 8))
+    core.add(request_payload("early", [1] * 4, 8))
     advance(core)
     clock.advance(SETTINGS.step_seconds / 2)
-    core.add("late", request_payload("late", [2] * 4, 8))
+    core.add(request_payload("late", [2] * 4, 8))
     clock.advance(SETTINGS.step_seconds / 2)
     seen: list[set[str]] = []
     for _ in range(4):
@@ -405,7 +405,7 @@ def test_an_idle_unit_starts_a_request_at_once_though_it_schedules_ahead(
     settings = msgspec.structs.replace(SETTINGS, asynchronous=True)
     core = FakeBackend(NodeConfig(2, 2, "manual", "unused", {}, fake=settings), 0, clock=clock).own
     for name in ("first", "second"):
-        core.add(name, request_payload(name, [1] * 4, 1))
+        core.add(request_payload(name, [1] * 4, 1))
         assert advance(core)
         clock.advance(SETTINGS.step_seconds)
         ended = core.collect()
@@ -417,12 +417,12 @@ def test_a_group_waits_for_the_steps_of_its_members(clock: ManualClock) -> None:
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
     devices = Devices()
     first, second = (FakeBackend(config, e, clock=clock, devices=devices) for e in range(2))
-    second.own.add("m", request_payload("m", [1], 5))
+    second.own.add(request_payload("m", [1], 5))
     clock.advance(0.3)
     advance(second.own)
     group = first.groups[tp(0, 1)]
     group.bind(1, {0: first.own.lend(2), 1: second.own.lend(2)}, 0)
-    group.add("g", request_payload("g", [1], 5))
+    group.add(request_payload("g", [1], 5))
     clock.advance(0.1)
     advance(group)
     assert group.due == pytest.approx(0.3 + 2 * SETTINGS.step_seconds)
@@ -433,7 +433,7 @@ def test_starts_are_told_once(clock: ManualClock) -> None:
     config = NodeConfig(2, 2, "manual", "unused", {}, fake=SETTINGS)
     backend = FakeBackend(config, 0, clock=clock, on_start=lambda *start: started.append(start))
     clock.advance(2.0)
-    backend.own.add("a", request_payload("a", [1], 3))
+    backend.own.add(request_payload("a", [1], 3))
     run(backend.own, clock)
     assert started == [("a", 2.5)]
 
@@ -447,7 +447,7 @@ def test_a_change_of_memory_takes_its_time_and_then_steps_take_another() -> None
     unit, core = alone(0), backend.own
 
     def step() -> float:
-        core.add(f"at {clock.now}", request_payload(f"at {clock.now}", [1], 1))
+        core.add(request_payload(f"at {clock.now}", [1], 1))
         assert core.dispatch()
         return core.due - clock.now if core.due else 0.0
 

@@ -78,7 +78,7 @@ class Node:
         raise AssertionError("requests are left")
 
     def begin(self, core: FakeCore, steps: int = 3) -> None:
-        core.add("r", request_payload("r", PROMPT, OUTPUT))
+        core.add(request_payload("r", PROMPT, OUTPUT))
         for _ in range(steps):
             self.step(core)
 
@@ -227,7 +227,7 @@ def test_a_copy_ends_a_run_of_steps() -> None:
     node = Node(settings=msgspec.structs.replace(SETTINGS, steps_at_once=64))
     source, target = node.core(alone(1)), node.core(alone(0))
     node.begin(source, steps=1)
-    target.add("runs", request_payload("runs", [1], 60))
+    target.add(request_payload("runs", [1], 60))
     node.step(target)
     target.dispatch()
     target.expect("r", request_payload("r", PROMPT, OUTPUT))
@@ -263,7 +263,7 @@ def test_aborted_requests_are_no_longer_expected(node: Node) -> None:
 
 def test_impossible_requests_are_not_expected(node: Node) -> None:
     target = node.core(alone(1))
-    target.add("here", request_payload("here", [1], 3))
+    target.add(request_payload("here", [1], 3))
     with pytest.raises(ValueError, match="exists already"):
         target.expect("here", request_payload("here", [1], 3))
     with pytest.raises(ValueError, match="prompt of"):
@@ -295,7 +295,7 @@ def test_more_than_a_full_batch_can_come(node: Node) -> None:
     for core in (source, target):
         for name in names:
             id_ = f"{name} of {core.unit.leader}"
-            core.add(id_, request_payload(id_, PROMPT, OUTPUT))
+            core.add(request_payload(id_, PROMPT, OUTPUT))
         node.step(core)
     ids = [f"{name} of 0" for name in names]
     for id_ in ids:
@@ -320,7 +320,7 @@ def test_those_that_wait_with_their_kv_stop_nobody(node: Node) -> None:
     source, target = node.core(PAIR, 10), node.core(alone(2))
     for core, names in ((source, "ab"), (target, "cde")):
         for name in names:
-            core.add(name, request_payload(name, prompts[name], OUTPUT))
+            core.add(request_payload(name, prompts[name], OUTPUT))
         node.step(core)
     for name in "ab":
         target.expect(name, request_payload(name, prompts[name], OUTPUT))
@@ -364,7 +364,7 @@ def test_blocks_that_are_dropped_before_they_are_read_give_wrong_tokens(
     target.copy()
     source.abort(["r"])
     if reused:
-        source.add("other", request_payload("other", PROMPT, OUTPUT))
+        source.add(request_payload("other", PROMPT, OUTPUT))
         node.step(source)
     node.finish(target)
     assert node.tokens["r"] != expected_tokens(PROMPT, OUTPUT)

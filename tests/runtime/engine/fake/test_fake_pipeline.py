@@ -68,7 +68,7 @@ class Pipeline:
 
     def add(self, names: Sequence[str], prompt: int, tokens: int) -> None:
         for number, name in enumerate(names):
-            self.core.add(name, request_payload(name, [number + 1] * prompt, tokens))
+            self.core.add(request_payload(name, [number + 1] * prompt, tokens))
 
     def run(self) -> None:
         """Step until nothing is left."""

@@ -170,7 +170,7 @@ def test_lent_blocks_and_a_reset_forget_what_they_cached() -> None:
 
     def cached(unit: int | tuple[int, int]) -> int:
         core = backend.own if isinstance(unit, int) else backend.groups[tp(*unit)]
-        core.add(name := next(names), request_payload(name, list(range(17)), 1))
+        core.add(request_payload(next(names), list(range(17)), 1))
         assert core.dispatch()
         clock.advance(1.0)
         collected = core.collect()

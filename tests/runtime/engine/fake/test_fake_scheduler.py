@@ -117,3 +117,16 @@ def test_requests_of_other_cores_go_on_in_the_order_of_arrival(scheduler: FakeSc
         one.arrival = arrival
         assert scheduler.adopt(one, [], 0 if name in "ab" else 4)
     assert [one.id for one in scheduler.waiting] == ["c", "d", "a", "b"]
+
+
+@pytest.mark.parametrize(("patience", "first"), [(0.0, "long"), (2.0, "short")])
+def test_prompts_start_in_the_order_of_arrival_and_patience(
+    scheduler: FakeScheduler, patience: float, first: str
+) -> None:
+    scheduler.add(request("a", 16))
+    compute(scheduler)
+    long, short = request("long", 15), request("short", 4)
+    short.arrival = long.arrival + 1.0
+    scheduler.add(long, patience)
+    scheduler.add(short)
+    assert scheduler.waiting[0].id == first

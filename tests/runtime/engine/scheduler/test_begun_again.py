@@ -27,7 +27,7 @@ def begin_again(engines: ToyEngines, keeps: int) -> None:
     kept = engines.tokens["r"][:keeps]
     engines.tokens["r"] = list(kept)
     own = engines.own[0]
-    own.add("r", engines.frames["r"], kept)
+    own.add(engines.frames["r"], kept)
     while own.in_flight:
         engines._collect(own)
 

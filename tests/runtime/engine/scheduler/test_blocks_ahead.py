@@ -78,7 +78,7 @@ def ends(found: list[AheadRequest]) -> dict[str, int]:
 def cached(engines: ToyEngines, core: VllmCore, prompt: list[int], **options: Any) -> int:
     """Return how many tokens of a prompt a core finds in its prefix cache."""
     request_id = f"again {len(engines.tokens)}"
-    core.add(request_id, engines.frames_of(request_id, prompt, max_tokens=1, **options))
+    core.add(engines.frames_of(request_id, prompt, max_tokens=1, **options))
     engines.finish(core)
     stats = engines.outputs[request_id][0].prefill_stats
     assert stats is not None

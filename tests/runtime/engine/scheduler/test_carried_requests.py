@@ -141,7 +141,7 @@ def test_a_request_that_comes_with_tokens_goes_on(make: Make) -> None:
     expected = undisturbed(make, PROMPTS[1])
     engines = make()
     frames = engines.frames_of("r", PROMPTS[1])
-    engines.own[1].add("r", frames, expected[:7])
+    engines.own[1].add(frames, expected[:7])
     engines.finish(engines.own[1])
     assert engines.tokens["r"] == expected[7:]
 
@@ -149,7 +149,7 @@ def test_a_request_that_comes_with_tokens_goes_on(make: Make) -> None:
 def test_an_output_bound_counts_the_tokens_that_it_came_with(make: Make) -> None:
     engines = make()
     frames = engines.frames_of("r", PROMPTS[1], max_tokens=9)
-    engines.own[1].add("r", frames, [100] * 7)
+    engines.own[1].add(frames, [100] * 7)
     engines.finish(engines.own[1])
     assert len(engines.tokens["r"]) == 2
 
@@ -420,7 +420,7 @@ def test_exported_and_expected_requests_can_be_aborted(make: Make) -> None:
 def test_withdrawn_requests_say_all_their_tokens(make: Make) -> None:
     engines = make()
     frames = engines.frames_of("r", PROMPTS[0])
-    engines.own[0].add("r", frames, [100, 200])
+    engines.own[0].add(frames, [100, 200])
     engines.step(engines.own[0], 3)
     engines.own[0].export(["r"])
     withdrawn = engines.own[0].withdraw(["r"])
@@ -447,7 +447,7 @@ def test_the_first_output_says_how_many_tokens_came_before(make: Make) -> None:
 
 def test_a_recomputed_requests_first_output_says_so_too(make: Make) -> None:
     engines = make()
-    engines.own[0].add("r", engines.frames_of("r", PROMPTS[1]), [100] * 30)
+    engines.own[0].add(engines.frames_of("r", PROMPTS[1]), [100] * 30)
     engines.step(engines.own[0], 6)
     stats = engines.outputs["r"][0].prefill_stats
     assert stats is not None
@@ -520,7 +520,7 @@ def test_a_failed_copy_whose_blocks_others_use_ends_the_engine(make: Make) -> No
     engines.step(engines.own[0], 8)
     engines.runners[GROUP].copy_later = True
     _carry_to_group(engines, "r3")
-    engines.group.add("new", engines.frames_of("new", PROMPTS[3]))
+    engines.group.add(engines.frames_of("new", PROMPTS[3]))
     assert engines.group.dispatch(), "it finds the blocks of r3 in the prefix cache"
     engines.runners[GROUP].finish_copies("engine 0 has ended")
     with pytest.raises(RunnerDied, match="other requests use"):
@@ -529,7 +529,7 @@ def test_a_failed_copy_whose_blocks_others_use_ends_the_engine(make: Make) -> No
 
 def test_runners_hear_of_a_request_before_the_step_that_resumes_it(make: Make) -> None:
     engines = make()
-    engines.own[0].add("r", engines.frames_of("r", PROMPTS[1]), [100, 200])
+    engines.own[0].add(engines.frames_of("r", PROMPTS[1]), [100, 200])
     engines.step(engines.own[0])
     carries = [
         each for each in engines.runners[alone(0)].sent if isinstance(each, instructions.Carry)

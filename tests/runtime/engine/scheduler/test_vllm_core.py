@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -26,6 +27,7 @@ from shoal.runtime.engine.scheduler.scheduled_steps import work_of
 from shoal.runtime.engine.scheduler.vllm_core import AHEAD_REQUESTS, InFlight, VllmCore
 from shoal.runtime.protocol.messages import Mode, Work
 from tests.runtime.engine.scheduler.stand_in import StandIn
+from tests.runtime.engine.scheduler.toy_engines import Make
 from tests.units import pp, tp
 
 
@@ -255,3 +257,18 @@ def test_a_pipeline_has_one_group_of_kv_blocks() -> None:
     check_kv_groups(StandIn(ALL).kv_cache_config, stages=2)
     with pytest.raises(UnservedKVGroups, match=r"keeps 2 groups .* --max-pp 1 serves it"):
         check_kv_groups(several, stages=2)
+
+
+@pytest.mark.parametrize(("patience", "first"), [(0.0, "long"), (1.5, "short")])
+def test_vllm_schedules_prompts_in_the_order_of_arrival_and_patience(
+    make: Make, patience: float, first: str
+) -> None:
+    """The later one arrives one second later."""
+    engines = make()
+    core = engines.own[0]
+    core._scheduler.policy = SchedulingPolicy.PRIORITY
+    core._scheduler.waiting = create_request_queue(SchedulingPolicy.PRIORITY)
+    core.add(engines.frames_of("long", range(20)), patience=patience)
+    core.add(engines.frames_of("short", range(5)))
+    core.dispatch()
+    assert core._scheduler.running[0].request_id == first

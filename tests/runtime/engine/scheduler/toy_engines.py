@@ -579,7 +579,7 @@ class ToyEngines:
     def submit(
         self, core: VllmCore, request_id: str, prompt: Sequence[int], **sampling: Any
     ) -> str:
-        core.add(request_id, self.frames_of(request_id, prompt, **sampling))
+        core.add(self.frames_of(request_id, prompt, **sampling))
         return request_id
 
     def step(self, core: VllmCore, times: int = 1) -> None:
