@@ -57,6 +57,9 @@ class FakeRequest:
         """Whether no step has computed it yet, in any core."""
         self.arrival = view.arrival_time
         """When the front end got it."""
+        self.patience = 0.0
+        """How many seconds later it seems to have come, until it begins."""
+        self.priority = view.priority
         self.came = 0.0
         """When it was queued; 0 if another core had computed it."""
         self.headers = view.headers

@@ -6,7 +6,7 @@ leaves out what is in flight already: requests that decode, and chunks of prompt
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
@@ -24,8 +24,8 @@ Batch = list[tuple[FakeRequest, int]]
 """Requests, and how many of their tokens one step computes."""
 
 
-def _rank(waiting: FakeRequest) -> tuple[bool, float]:
-    return not waiting.blocks, waiting.arrival
+def _rank(waiting: FakeRequest) -> tuple[bool, int, float]:
+    return not waiting.blocks, waiting.priority, waiting.arrival + waiting.patience
 
 
 class FakeScheduler:
@@ -75,7 +75,7 @@ class FakeScheduler:
         self.check_is_new(request)
         self._note(request, wire.EventType.QUEUED)
         request.came = self._clock()
-        request.arrival += patience
+        request.patience = patience
         self._queue(request)
 
     def check_is_new(self, request: FakeRequest) -> None:
@@ -90,7 +90,8 @@ class FakeScheduler:
     def adopt(self, request: FakeRequest, tokens: Sequence[int], computed: int) -> bool:
         """Queue a request that comes from another core.
 
-        As in the real cores, those with blocks go first, and each kind goes in order of arrival.
+        As in the real cores, those with blocks go first, and each kind goes in the order of
+        priority and arrival.
 
         Args:
             request: the request.
@@ -112,8 +113,9 @@ class FakeScheduler:
         self._queue(request)
         return True
 
-    def _queue(self, request: FakeRequest) -> None:
-        self.waiting.insert(bisect_right(self.waiting, _rank(request), key=_rank), request)
+    def _queue(self, request: FakeRequest, *, again: bool = False) -> None:
+        bisect = bisect_left if again else bisect_right
+        self.waiting.insert(bisect(self.waiting, _rank(request), key=_rank), request)
 
     def allot(
         self,
@@ -155,7 +157,7 @@ class FakeScheduler:
             if request.blocks:
                 self.running.append(request)
             else:
-                self.waiting.append(request)
+                self._queue(request, again=True)
 
     def remove(self, ids: Collection[str]) -> None:
         """Forget requests and free their blocks; unknown ids are ignored."""
@@ -207,19 +209,28 @@ class FakeScheduler:
             else:
                 budget -= self._compute(request, budget, batch)
         while not preempted and self.waiting and budget > 0:
-            request = self.waiting[0]
-            late = bool(self.running) and request.came > known_until
-            if late:
+            request = self._next(known_until)
+            late = late or request is not self.waiting[0]
+            if request is None:
                 break
             reserve = self._reserve if self.running else self._make_room
             if len(self.running) >= self._limits.max_num_seqs or not reserve(request):
                 break
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.patience = 0.0  # one that has begun lets nobody pass
             self._note(request, wire.EventType.SCHEDULED)
             if request.hits is None:
                 request.hits = request.computed
             budget -= self._compute(request, budget, batch)
         return batch, preempted or late
+
+    def _next(self, known_until: float) -> FakeRequest | None:
+        """Return the first waiting request that has not come too late; None: there is none."""
+        waiting = iter(self.waiting)
+        if not self.running:
+            return next(waiting)
+        return next((one for one in waiting if one.came <= known_until), None)
 
     def _tokens(self) -> int:
         """Return the most tokens of the next step, as ``StepSizes`` does for vLLM's scheduler."""
@@ -329,11 +340,11 @@ class FakeScheduler:
         return next((one for one in reversed(self.running[begin:]) if not one.in_flight), None)
 
     def preempt(self, request: FakeRequest) -> None:
-        """Take a running request's blocks; it waits, before those that wait."""
+        """Take a running request's blocks; it waits, before those that came later."""
         self.free(request)
         self._note(request, wire.EventType.PREEMPTED)
         self.running.remove(request)
-        self.waiting.appendleft(request)
+        self._queue(request, again=True)
 
     def preempt_until(self, free: int) -> None:
         """Take blocks from waiting requests, then from running ones, until ``free`` are free.

@@ -22,10 +22,10 @@ def scheduler() -> FakeScheduler:
     return FakeScheduler(LIMITS, SETTINGS, FakeBlocks(range(1, 11)), ManualClock())
 
 
-def request(name: str, prompt: int, max_tokens: int = 8) -> FakeRequest:
+def request(name: str, prompt: int, max_tokens: int = 8, priority: int = 0) -> FakeRequest:
     """Return a request that shares no prefix with one of another name."""
     tokens = [ord(name[0])] * prompt
-    view = wire.decode_request(request_payload(name, tokens, max_tokens))
+    view = wire.decode_request(request_payload(name, tokens, max_tokens, priority=priority))
     return FakeRequest(view, tokens, max_tokens)
 
 
@@ -130,3 +130,56 @@ def test_prompts_start_in_the_order_of_arrival_and_patience(
     scheduler.add(long, patience)
     scheduler.add(short)
     assert scheduler.waiting[0].id == first
+
+
+def waits_behind(scheduler: FakeScheduler, *names: str) -> list[FakeRequest]:
+    """Queue requests, each of which comes a second after the one before, behind one that runs."""
+    scheduler.add(request("runs", 4))
+    compute(scheduler)
+    queued = [request(name, 4) for name in names]
+    for arrival, one in enumerate(queued):
+        one.arrival = float(arrival)
+        scheduler.add(one)
+    return queued
+
+
+def test_urgent_requests_are_first(scheduler: FakeScheduler) -> None:
+    """As in vLLM's scheduler."""
+    waits_behind(scheduler, "a")
+    urgent = request("urgent", 4, priority=-1)
+    urgent.arrival = 5.0
+    scheduler.add(urgent)
+    assert [one.id for one in scheduler.waiting] == ["urgent", "a"]
+
+
+def test_requests_that_do_not_leave_after_all_keep_their_place(scheduler: FakeScheduler) -> None:
+    waits_behind(scheduler, "a", "b", "c")
+    scheduler.park(["a", "b"])
+    scheduler.unpark(["a", "b"])
+    assert [one.id for one in scheduler.waiting] == ["a", "b", "c"]
+
+
+def test_a_prompt_that_has_begun_lets_nobody_pass_any_more(scheduler: FakeScheduler) -> None:
+    long, short = request("long", 4), request("short", 4)
+    scheduler.add(long, patience=2.0)
+    compute(scheduler)
+    short.arrival = long.arrival + 1.0
+    scheduler.add(short)
+    scheduler.preempt(long)
+    assert [one.id for one in scheduler.waiting] == ["long", "short"]
+
+
+def test_who_comes_after_a_step_was_scheduled_holds_up_nobody_in_it() -> None:
+    clock = ManualClock()
+    scheduler = FakeScheduler(LIMITS, SETTINGS, FakeBlocks(range(1, 11)), clock)
+    scheduler.add(request("runs", 4))
+    compute(scheduler)
+    long, short = request("long", 8), request("short", 4)
+    scheduler.add(long, patience=2.0)
+    clock.advance(1.0)
+    short.arrival = 1.0
+    scheduler.add(short)
+    batch, is_followed_by_another = scheduler.schedule(known_until=0.5)
+    assert [one.id for one, _ in batch] == ["runs", "long"]
+    assert is_followed_by_another
+    assert scheduler.waiting[0] is short
