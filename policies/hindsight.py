@@ -174,7 +174,7 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
             shadow.put(job, terms)
     for key, cached in found.items():
         for shadow in shadows:
-            shadow.find_cached(key, cached)
+            shadow.find_cached(key, cached, terms)
     lengths = [(key, tokens, True) for key, tokens in news.ended]
     for shadow in shadows:
         shadow.advance(snapshot.now, terms)

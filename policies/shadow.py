@@ -39,6 +39,8 @@ class Job(NamedTuple):
     """Tokens that it will generate."""
     key: str = ""
     """Its request, while ``output`` is a guess."""
+    came: float = inf
+    """When it came, if that was before ``start``; ``-inf``: its prompt had begun."""
     turn: float = 0.0
     """Prompts are computed in this order."""
 
@@ -92,10 +94,10 @@ class Terms(NamedTuple):
 
     def turn(self, job: "Job") -> float:
         """Return when it is a prompt's turn (``unit_costs.patience``)."""
+        came = _came(job)
         if not self.short_first:
-            return job.start
-        own = self.prices.seconds(PromptWork.of(job.prompt, job.new))
-        return job.start + patience(own)
+            return came
+        return came + patience(self.prices.seconds(PromptWork.of(job.prompt, job.new)))
 
     def prompts(self, tokens: int, context: float, pairs: float, decodes: int) -> float:
         """Return the seconds of a step with prompts."""
@@ -104,6 +106,10 @@ class Terms(NamedTuple):
 
 
 _turn = attrgetter("turn")
+
+
+def _came(job: Job) -> float:
+    return min(job.came, job.start)
 
 
 @dataclass(slots=True)
@@ -156,13 +162,14 @@ class Queue:
         self.context += tokens
         heappush(self.running, Decode(self.steps + left, start, tokens + left, output, key))
 
-    def find_cached(self, key: str, tokens: int) -> None:
+    def find_cached(self, key: str, tokens: int, terms: Terms) -> None:
         """Note how much of a prompt was cached, if it is not being computed."""
         for k, job in enumerate(self.waiting[1 if self.computed else 0 :], bool(self.computed)):
             if job.key == key:
-                new = max(1, job.prompt - tokens)
-                self.queued += new - job.new
-                self.waiting[k] = job._replace(new=new)
+                del self.waiting[k]
+                self.queued -= job.new
+                self.put(job._replace(new=max(1, job.prompt - tokens)), terms)
+                return
 
     def expect(self, key: str, output: int, terms: Terms, *, known: bool) -> bool:
         """Note how many tokens a request will get, or has got; return False if it is not here.
@@ -351,10 +358,10 @@ class Shadow:
             if queue.expect(key, output, terms[queue.layout], known=known):
                 return
 
-    def find_cached(self, key: str, tokens: int) -> None:
+    def find_cached(self, key: str, tokens: int, terms: Mapping[Layout, Terms]) -> None:
         """Note how much of a prompt was in the node's cache."""
         for queue in self.queues:
-            queue.find_cached(key, tokens)
+            queue.find_cached(key, tokens, terms[queue.layout])
 
     def guesses(self) -> list[tuple[str, int]]:
         """Return the requests that only a guess has ended here, with the tokens of that guess."""
@@ -414,8 +421,8 @@ def fork(
         emptiest = min(shadow.queues, key=lambda one: len(one.running) / one.layout.world_size)
         tokens = one.tokens - one.end
         emptiest.decode(now, tokens, one.end, output=one.output, key=one.key)
-    for job in sorted(here.waiting, key=attrgetter("start")):
-        shadow.put(job._replace(start=now), terms)
+    for job in sorted(here.waiting, key=_came):
+        shadow.put(job._replace(start=now, came=_came(job)), terms)
     # None of their time counts in this shadow, except what comes after their guessed end.
     shadow.queues[0].guessed.update(
         (key, one._replace(at=now, start=now)) for key, one in here.guessed.items()
@@ -431,5 +438,6 @@ def present(shadow: Shadow) -> Present:
         guessed |= queue.guessed
         for k, job in enumerate(queue.waiting):
             computed = 0 if k else queue.computed
-            waiting.append(job._replace(new=job.new - computed))
+            came = -inf if computed else job.came
+            waiting.append(job._replace(new=job.new - computed, came=came))
     return Present(decoding, waiting, guessed)

@@ -96,13 +96,13 @@ def test_an_empty_node_ends_what_nobody_has_told_the_end_of() -> None:
 
 def test_prompts_that_the_node_finds_in_its_cache_are_shorter() -> None:
     one = shadow(guessed(10), guessed(10, "b"))
-    one.find_cached("b", 90)
+    one.find_cached("b", 90, ALL)
     assert one.queues[0].queued == 110
     # Every prompt has a token to compute.
-    one.find_cached("b", 100)
+    one.find_cached("b", 100, ALL)
     assert one.queues[0].queued == 101
     one.advance(0.05, ALL)
-    one.find_cached("a", 50)
+    one.find_cached("a", 50, ALL)
     assert one.queues[0].queued == 0
 
 
@@ -197,3 +197,20 @@ def test_a_short_prompt_passes_a_long_one_that_came_shortly_before(
 
 def test_what_is_cached_of_a_prompt_makes_it_short() -> None:
     assert order(LONG, Job(1.1, 10, 9000, 5, "cached")) == ["cached", "long"]
+
+
+def test_what_is_found_in_a_cache_makes_it_short_too() -> None:
+    one = shadow(LONG, Job(1.1, 9000, 9000, 5, "cached"))
+    one.find_cached("cached", 8990, ALL)
+    assert [job.key for job in one.queues[0].waiting] == ["cached", "long"]
+
+
+def test_prompts_keep_their_turn_in_another_layout() -> None:
+    """Even long ones, if they came first; and what has begun goes on before all others."""
+    one = shadow(
+        Job(0.0, 9000, 9000, 5, "begun"), LONG, Job(1.5, 10, 10, 5, "a"), Job(1.6, 9, 9, 5, "b")
+    )
+    one.queues[0].computed = 1
+    for now in (2.0, 3.0):
+        one = fork([DP], present(one), now, ALL)
+        assert [job.key for job in one.queues[0].waiting] == ["begun", "long", "a", "b"]
