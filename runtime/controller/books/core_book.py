@@ -1,7 +1,7 @@
 """The book of one core: the requests that a unit's scheduler has, and sums over them."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 
 import msgspec
@@ -40,10 +40,12 @@ class Figures(msgspec.Struct):
 
 
 class Uncounted(msgspec.Struct, frozen=True):
-    """The latest requests of a core, valid while ``load``, ``sent`` and ``held`` are unchanged.
+    """The requests of a core that no step has computed by its last report, as far as one can tell.
+
+    Valid while ``load``, ``sent`` and ``held`` are unchanged.
 
     Attributes:
-        requests: in the order in which they were sent.
+        requests: those that waited at the report, and then those that were sent since.
         prompt_tokens: the sum over these requests.
     """
 
@@ -85,19 +87,31 @@ class CoreBook(msgspec.Struct):
     figures: Figures = msgspec.field(default_factory=Figures)
     """Sums over ``requests``."""
     _uncounted: Uncounted | None = None
+    _turns: dict[str, tuple[int, float]] = {}
+    """The requests that may not have begun: in which order the core computes them."""
     _first: dict[str, int] = {}
     """The step that gave a request its first token, or would have if all were from here."""
 
-    def put(self, request: Request, *, carried: bool = False, generated: int = 0) -> None:
+    def put(
+        self,
+        request: Request,
+        *,
+        carried: bool = False,
+        generated: int = 0,
+        patience: float = 0.0,
+    ) -> None:
         """Note a request that is sent.
 
         Args:
             request: the request.
             carried: whether it has begun elsewhere.
             generated: tokens that it has got there.
+            patience: that of ``Dispatch``, seconds.
         """
         if generated:
             self._first[request.id] = self.steps + 1 - generated
+        else:
+            self._turns[request.id] = request.seen.priority, request.seen.arrival + patience
         self.requests[request.id] = request
         self.sent += 1
         self.carried += carried
@@ -107,6 +121,7 @@ class CoreBook(msgspec.Struct):
         """Forget a request."""
         request = self.requests.pop(request_id)
         self._first.pop(request_id, None)
+        self._turns.pop(request_id, None)
         self.figures.count(request.seen, -1)
         return request
 
@@ -123,6 +138,7 @@ class CoreBook(msgspec.Struct):
         for request in waiting:
             if request.id not in still:
                 self._first.setdefault(request.id, before + 1)
+                self._turns.pop(request.id, None)
         self.outputs = {id_: self.generated(id_) for id_ in load.finished if id_ in self._first}
 
     def generated(self, request_id: str) -> int:
@@ -147,11 +163,29 @@ class CoreBook(msgspec.Struct):
         known = self._uncounted
         if known is not None and known.load is load and (known.sent, known.held) == (sent, held):
             return known
-        count = held if load is None else max(0, sent - load.added + load.waiting)
-        latest = [*islice(reversed(self.requests.values()), count)][::-1]
-        tokens = sum(request.seen.prompt_tokens for request in latest)
-        self._uncounted = Uncounted(load, sent, held, latest, tokens)
+        new = held if load is None else max(0, sent - load.added)
+        found = [*islice(reversed(self.requests.values()), new)][::-1]
+        if load is not None and load.waiting:
+            found = self._waiting(load.waiting, {request.id for request in found}) + found
+        tokens = sum(request.seen.prompt_tokens for request in found)
+        self._uncounted = Uncounted(load, sent, held, found, tokens)
         return self._uncounted
+
+    def _waiting(self, count: int, new: Collection[str]) -> list[Request]:
+        """Return the requests that waited at the last report: those whose turn comes last.
+
+        Args:
+            count: how many there were.
+            new: those that were sent since.
+        """
+        known = (id_ for id_ in self._turns if id_ not in new)
+        names = sorted(known, key=self._turns.__getitem__)[-count:]
+        if len(names) < count:
+            # The others have begun and were preempted: the latest ones.
+            skipped = {*new, *names}
+            latest = (id_ for id_ in reversed(self.requests) if id_ not in skipped)
+            names = [*islice(latest, count - len(names)), *names]
+        return [self.requests[id_] for id_ in names]
 
     @property
     def computed(self) -> list[Request]:

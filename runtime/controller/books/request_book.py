@@ -68,10 +68,10 @@ class RequestBook:
             core = self._cores[unit] = CoreBook(unit)
         return core
 
-    def place(self, request: Request, unit: Unit) -> int:
+    def place(self, request: Request, unit: Unit, patience: float = 0.0) -> int:
         """Note that a request was sent to a unit; return how many tokens are cached there."""
         self.held.count(request, 1)
-        self.core(unit).put(request)
+        self.core(unit).put(request, patience=patience)
         self._where[request.id] = unit
         return self._prefixes.place(request.prompt, request.seen.prompt_tokens, unit)
 

@@ -49,12 +49,12 @@ class Dispatcher:
             self._pool.remove(request.id)
             if request.family is not None:
                 request.family.started = True
-            cached = self._requests.place(request, group)
+            # One that has begun lets nobody pass.
+            patience = 0.0 if request.tokens else dispatch.patience
+            cached = self._requests.place(request, group, patience)
             self._demand.place(request.id, cached)
             now = self._clock()
             self._statistics.placed(request, group, now, cached)
-            # One that has begun lets nobody pass.
-            patience = 0.0 if request.tokens else dispatch.patience
             add = m.AddRequest(group, request.id, list(request.tokens), patience)
             self._transport.to_engine(group.leader, add, request.payload)
             placed = m.Placed(request.id, group)

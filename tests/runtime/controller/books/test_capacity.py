@@ -68,14 +68,15 @@ def test_sums_are_those_of_the_requests_whatever_comes_and_goes(seed: int) -> No
         assert core.figures.longest_tokens == max((r.total_tokens for r in seen), default=0)
         priorities = Counter(r.priority for r in seen)
         assert core.figures.by_priority == tuple(sorted(priorities.items()))
-        latest = seen
+        new, waiting = len(seen), 0
         if core.load is not None:
-            count = core.sent - core.load.added + core.load.waiting
-            latest = seen[max(0, len(seen) - count) :]
+            new, waiting = min(new, core.sent - core.load.added), core.load.waiting
         uncounted = core.uncounted
-        assert [r.seen for r in uncounted.requests] == latest
-        assert uncounted.prompt_tokens == sum(r.prompt_tokens for r in latest)
-        of_each = [-(-(r.prompt_tokens + 1) // BLOCK_TOKENS) for r in latest]
+        found = [r.seen for r in uncounted.requests]
+        assert found[len(found) - new :] == seen[len(seen) - new :]
+        assert len({r.request_id for r in found}) == len(found) == min(len(seen), new + waiting)
+        assert uncounted.prompt_tokens == sum(r.prompt_tokens for r in found)
+        of_each = [-(-(r.prompt_tokens + 1) // BLOCK_TOKENS) for r in found]
         blocks = sum(of_each)
         assert uncounted.blocks(LIMITS) == blocks
         assert uncounted.blocks(SEVERAL) == blocks + sum(min(2, each) for each in of_each)
