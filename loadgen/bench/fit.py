@@ -20,9 +20,9 @@ from shoal.loadgen.bench.steps import MESSAGES, table
 from shoal.loadgen.bench.systems import COMPARED, SHOAL, STOCK_EP, System
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, Layout
+from shoal.runtime.config import FULL_GRAPH_TOKENS
 from shoal.runtime.simulation import calibration
 from shoal.runtime.simulation.calibration import Copy, Sample, predicted
-from shoal.runtime.simulation.node_settings import CAPTURED_TOKENS
 from shoal.runtime.simulation.shape_files import FileError, ShapeFile, read_hardware, read_shape
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
@@ -117,7 +117,7 @@ def sp_host_samples_of(results: Results) -> Iterator[Sample]:
         in_tp = found[f"tp{degree}"]["ttft"]
         for prompt, seconds in found[way]["ttft"].items():
             steps = tuple(_steps(int(prompt), results.settings.max_num_batched_tokens))
-            one = len(steps) == 1 and steps[0].tokens > CAPTURED_TOKENS
+            one = len(steps) == 1 and steps[0].tokens > FULL_GRAPH_TOKENS
             if one and seconds >= in_tp[prompt]:
                 yield Sample(Layout(tp=degree), steps, seconds, MESSAGES, min(sp, degree))
 

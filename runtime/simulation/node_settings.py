@@ -9,6 +9,7 @@ from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
 from shoal.policies.values.layouts import DP, Layout
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.config import (
+    FULL_GRAPH_TOKENS,
     MIXED_STEP_TOKENS,
     PRECOPY_TOKENS,
     QUEUED_AHEAD,
@@ -29,8 +30,6 @@ from shoal.runtime.simulation.shape_files import (
 USE_SECONDS = 0.05
 """Assumed time for which an engine computes nothing when it goes on with other memory: no GPU has
 done so yet, and this is the most that it should take."""
-CAPTURED_TOKENS = 1024
-"""Tokens of the largest CUDA graph that Shoal captures by default."""
 STOCK_CAPTURED_TOKENS = 512
 """Tokens of the largest CUDA graph that vLLM captures by default."""
 STEPS_AT_ONCE = 64
@@ -91,7 +90,7 @@ class Node:
     share_weights: int = 1
     move_memory: bool = False
     shift_threshold: ShiftThreshold = DEFAULT_THRESHOLD
-    captured_tokens: int = CAPTURED_TOKENS
+    captured_tokens: int = FULL_GRAPH_TOKENS
     full_graphs: bool = True
     prefix_caching: bool = True
     place_by_prefix: bool = True

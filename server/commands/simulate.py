@@ -22,10 +22,10 @@ from shoal.policies.installed_policies import load_policies
 from shoal.policies.registry import PolicyError
 from shoal.policies.values.layouts import Layout, layouts_up_to
 from shoal.policies.values.snapshot import Target
-from shoal.runtime.config import ENGINE_COUNTS
+from shoal.runtime.config import ENGINE_COUNTS, FULL_GRAPH_TOKENS
 from shoal.runtime.fit_file import FitFileError, read_fit
 from shoal.runtime.simulation.data_sheets import all_hardware, hardware_named
-from shoal.runtime.simulation.node_settings import CAPTURED_TOKENS, Node
+from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import FileError, built_in, read_shape
 from shoal.runtime.simulation.simulated_node import Run, SimulationError, simulate
 from shoal.server.commands.command_parser import CommandParser
@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--captured-tokens",
         type=int,
-        default=CAPTURED_TOKENS,
+        default=FULL_GRAPH_TOKENS,
         metavar="N",
         help="size of the largest CUDA graph: a step in SP batches more tokens, whatever the "
         "threshold (default: %(default)s)",
