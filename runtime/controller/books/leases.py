@@ -138,7 +138,7 @@ class Leases:
         """Return blocks to the engine that lent them."""
         if blocks:
             self.remove(engine, group, blocks)
-            self._transport.to_engine(engine, m.TakeBack(self._epoch(group), group, list(blocks)))
+            self._transport.to_engine(engine, m.TakeBack(list(blocks)))
 
     def _epoch(self, group: Unit) -> int:
         return self._units.bound.get(group, 0)
@@ -199,7 +199,7 @@ class Leases:
         returned = {e: ids for e, ids in message.returned.items() if e not in dead}
         self.close(message.unit, returned)
         for engine, blocks in returned.items():
-            take = m.TakeBack(message.epoch, message.unit, blocks)
+            take = m.TakeBack(blocks)
             self._transport.to_engine(engine, take)
 
     def cancel(self, group: Unit) -> None:

@@ -67,7 +67,6 @@ class Failures(msgspec.Struct):
     members: tuple[int, ...]
     count: int = 0
     retry_at: float = 0.0
-    reason: str = ""
 
 
 class Rejoin:
@@ -296,7 +295,6 @@ class Rejoin:
         self._end()
         group, reason = formation.unit, "; ".join(formation.errors)
         failures = self._failures.setdefault(group, Failures(formation.members))
-        failures.reason = reason
         failures.retry_at = self._clock() + RETRY_SECONDS * 2**failures.count
         failures.count += 1
         log.error("unit %s cannot be formed again: %s", list(group.engines), reason)

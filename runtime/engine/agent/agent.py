@@ -174,7 +174,7 @@ class Agent:
                 self._lending.grow(message)
             case m.Shrink():
                 self._lending.shrink(message)
-            case m.TakeBack(blocks=blocks):
+            case m.TakeBack(blocks):
                 self._resizing.take_back(blocks)
             case m.SetShift(thresholds):
                 above = dict(thresholds)

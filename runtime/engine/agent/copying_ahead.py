@@ -120,7 +120,6 @@ class CopyingAhead:
                         self._backend.engine,
                         unit,
                         copied.bytes,
-                        copied.seconds,
                         copied.problem,
                         copied.host_bytes,
                     )

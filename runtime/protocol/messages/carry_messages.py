@@ -232,8 +232,6 @@ class CopiedAhead(Message, frozen=True):
     engine: int
     unit: Unit
     bytes: int = 0
-    seconds: float = 0.0
-    """What it took the slowest member."""
     problem: str = ""
     """Why the KV could not be read, in one line."""
     host_bytes: int = 0

@@ -173,8 +173,6 @@ class Shrink(Message, frozen=True):
 class TakeBack(Message, frozen=True):
     """To a member: these physical blocks are no longer used by the group."""
 
-    epoch: int
-    unit: Unit
     blocks: list[int]
 
 

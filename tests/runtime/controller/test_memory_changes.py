@@ -623,7 +623,7 @@ def test_blocks_that_go_are_not_lent_again_when_they_come_back() -> None:
     node.turn_agent(1)
     lent = sorted(own.lent)
     assert lent[-1] > LEFT
-    send(1, m.TakeBack(m.AHEAD, PAIR, lent))
+    send(1, m.TakeBack(lent))
     send(1, m.Lend(m.AHEAD, PAIR, ALL, urgent=False))
     node.turn_agent(1)
     assert own.lent

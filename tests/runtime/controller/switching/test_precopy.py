@@ -176,7 +176,7 @@ def test_what_all_members_lend_is_reserved() -> None:
     assert switch.told() == []
     switch.lend(PAIR, 1, blocks=12)
     told = switch.node.take()
-    assert told[0] == (0, m.TakeBack(0, PAIR, [32]))
+    assert told[0] == (0, m.TakeBack([32]))
     lent = list(range(20, 32))
     assert told[1] == (0, m.Grow(m.AHEAD, PAIR, {0: lent, 1: lent}))
     reserved = {message.source: message.requests for _, message in told[2:]}

@@ -99,7 +99,7 @@ class Node:
                 self._grow(epoch, engine, unit, blocks)
             case m.Returning(epoch, unit, returned):
                 for engine, blocks in returned.items():
-                    self.tell(engine, m.TakeBack(epoch, unit, blocks))
+                    self.tell(engine, m.TakeBack(blocks))
             case m.Leaving(carry, _, _, requests):
                 self._announced[carry] = {each.request_id: each for each in requests}
             case m.Load() | m.EngineReady():
@@ -116,7 +116,7 @@ class Node:
         opened = {member: lent[:count] for member, lent in lease.items()}
         self.tell(unit.leader, m.Grow(epoch, unit, opened))
         for member, lent in lease.items():
-            self.tell(member, m.TakeBack(epoch, unit, lent[count:]))
+            self.tell(member, m.TakeBack(lent[count:]))
 
     # --- what a controller does ---
 
@@ -128,7 +128,7 @@ class Node:
         count = min(len(answer.blocks) for answer in prepared)
         lease = {answer.engine: answer.blocks[:count] for answer in prepared}
         for answer in prepared:
-            self.tell(answer.engine, m.TakeBack(self._epoch, unit, answer.blocks[count:]))
+            self.tell(answer.engine, m.TakeBack(answer.blocks[count:]))
             self.tell(answer.engine, m.Commit(self._epoch, unit, 1, lease))
         self.wait(m.Committed, len(unit.engines))
 

@@ -203,7 +203,7 @@ def test_what_finds_no_room_comes_when_blocks_come_back(bench: Bench) -> None:
     imported = only(take_in(bench, carried("long", 8), carried("short", 1)), m.Imported)
     assert (imported.carried, imported.left) == (["short"], 1)
     assert bench.turn(3) == []
-    bench.tell(m.TakeBack(5, GROUP, lent))
+    bench.tell(m.TakeBack(lent))
     imported = only(bench.turn(), m.Imported)
     assert (imported.carried, imported.recomputed, imported.left) == (["long"], {}, 0)
 

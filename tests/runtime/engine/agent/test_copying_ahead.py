@@ -120,7 +120,7 @@ def test_what_nobody_comes_for_goes_back(bench: Bench) -> None:
     returned = {engine: sorted(blocks) for engine, blocks in returning.returned.items()}
     assert returned == {0: [1, 2, 3], 1: LEASE_1[:3]}
     assert bench.backend.groups[GROUP].lease_blocks == 0
-    bench.tell(m.TakeBack(0, GROUP, [1, 2, 3, 4, 5, 6]))
+    bench.tell(m.TakeBack([1, 2, 3, 4, 5, 6]))
     assert problems(bench.backend) == []
 
 
@@ -164,7 +164,7 @@ def test_the_answer_comes_when_all_is_read(slow: Bench) -> None:
     assert slow.turn() == []
     slow.clock.advance(READ_SECONDS / 2)
     copied = only(slow.turn(), m.CopiedAhead)
-    assert copied == m.CopiedAhead(CARRY, 0, OWN, 0, READ_SECONDS)
+    assert copied == m.CopiedAhead(CARRY, 0, OWN)
     assert slow.turn() == []
 
 

@@ -18,7 +18,7 @@ def test_blocks_of_a_request_aborted_while_paused_go_back(bench: Bench) -> None:
     (returning,) = bench.tell(m.AbortRequests(GROUP, ["shared"]))
     assert isinstance(returning, m.Returning)
     assert len(returning.returned[0]) == 10 - len(released.returned[0])
-    bench.tell(m.TakeBack(5, GROUP, returning.returned[0]))
+    bench.tell(m.TakeBack(returning.returned[0]))
     assert bench.backend.own.lent == frozenset()
     assert bench.turn(3) == []
 
@@ -130,7 +130,7 @@ def test_a_large_lease_goes_home_in_portions(bench: Bench, monkeypatch: pytest.M
     assert bench.backend.groups[GROUP].lease_blocks == 0
     bench.tell(m.Resume(5, GROUP, first))
     for blocks in rest:
-        bench.tell(m.TakeBack(5, GROUP, blocks))
+        bench.tell(m.TakeBack(blocks))
     assert bench.backend.own.lent == frozenset()
 
 
