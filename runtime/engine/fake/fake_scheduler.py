@@ -209,20 +209,20 @@ class FakeScheduler:
             else:
                 budget -= self._compute(request, budget, batch)
         while not preempted and self.waiting and budget > 0:
-            request = self._next(known_until)
-            late = late or request is not self.waiting[0]
-            if request is None:
+            first = self._next(known_until)
+            late = late or first is not self.waiting[0]
+            if first is None:
                 break
             reserve = self._reserve if self.running else self._make_room
-            if len(self.running) >= self._limits.max_num_seqs or not reserve(request):
+            if len(self.running) >= self._limits.max_num_seqs or not reserve(first):
                 break
-            self.waiting.remove(request)
-            self.running.append(request)
-            request.patience = 0.0  # one that has begun lets nobody pass
-            self._note(request, wire.EventType.SCHEDULED)
-            if request.hits is None:
-                request.hits = request.computed
-            budget -= self._compute(request, budget, batch)
+            self.waiting.remove(first)
+            self.running.append(first)
+            first.patience = 0.0  # one that has begun lets nobody pass
+            self._note(first, wire.EventType.SCHEDULED)
+            if first.hits is None:
+                first.hits = first.computed
+            budget -= self._compute(first, budget, batch)
         return batch, preempted or late
 
     def _next(self, known_until: float) -> FakeRequest | None:

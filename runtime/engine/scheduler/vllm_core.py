@@ -38,6 +38,7 @@ from shoal.runtime.engine.scheduler.grammar_backends import (
     pending_grammars,
 )
 from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limits
+from shoal.runtime.engine.scheduler.patience import Patience
 from shoal.runtime.engine.scheduler.scheduled_steps import (
     InFlight,
     are_steady,
@@ -91,6 +92,7 @@ class VllmCore:
         self._deferred: InFlight | None = None  # its sampling waits for the step before (grammars)
         # The scheduler had nothing to run: asking again is useless until something changes.
         self._stalled = False
+        self._patience = Patience()
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()
         channel = self._executor.channel
@@ -117,13 +119,14 @@ class VllmCore:
     def add(self, frames: Sequence[Any], tokens: Sequence[int] = (), patience: float = 0.0) -> None:
         """See ``interface.Core.add``."""
         request = self._decoded(frames)
-        request.arrival_time += patience  # vLLM's order of requests of one priority
+        self._patience.give(request, patience)
         try:
             if tokens:
                 self._carried.add(request, tokens)
             else:
                 self.engine_core.add_request(request)
         except (TypeError, ValueError) as error:
+            self._patience.forget([request.request_id])
             raise ValueError(str(error)) from error
         self._stalled = False
 
@@ -143,9 +146,8 @@ class VllmCore:
         """See ``interface.Core.abort``."""
         for step in self._in_flight:
             step.gone.update(request_ids)
-        self._carried.forget(request_ids)
-        self._ahead.forget(request_ids)
-        self._beginnings.forget(request_ids)
+        for book in (self._patience, self._carried, self._ahead, self._beginnings):
+            book.forget(request_ids)
         self.engine_core.abort_requests(list(request_ids))
         self._stalled = False
 
@@ -366,14 +368,13 @@ class VllmCore:
     def _dispatch(self, ended: int = 0) -> bool:
         if self._deferred or len(self._in_flight) - ended >= self._depth:
             return False
-        if self._carried.settle():
-            self._stalled = False
-        if self._stalled and not is_any_ready(self._scheduler):
-            return False
-        if not self._scheduler.has_requests():
+        self._stalled = not self._carried.settle() and self._stalled
+        stalled = self._stalled and not is_any_ready(self._scheduler)
+        if stalled or not self._scheduler.has_requests():
             return False
         self._carried.copy()
         scheduled = self.sizes.schedule()
+        self._patience.end(scheduled, self._scheduler)
         tokens = scheduled.total_num_scheduled_tokens
         if not tokens:
             # Nothing can run before a step in flight ends, blocks come free or a request arrives.
@@ -407,8 +408,7 @@ class VllmCore:
     @property
     def oldest_step(self) -> tuple[Mode, Work] | None:
         """See ``interface.Core.oldest_step``."""
-        oldest = self._in_flight[0] if self._in_flight else None
-        return (oldest.mode, oldest.work) if oldest else None
+        return (self._in_flight[0].mode, self._in_flight[0].work) if self._in_flight else None
 
     @property
     def num_requests(self) -> int:

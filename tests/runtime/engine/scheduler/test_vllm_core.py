@@ -272,3 +272,15 @@ def test_vllm_schedules_prompts_in_the_order_of_arrival_and_patience(
     core.add(engines.frames_of("short", range(5)))
     core.dispatch()
     assert core._scheduler.running[0].request_id == first
+
+
+@pytest.mark.parametrize("patience", [0.0, 1.5])
+def test_vllm_preempts_who_came_last_among_those_that_have_begun(
+    make: Make, patience: float
+) -> None:
+    engines = make()
+    core = engines.own[0]
+    core.add(engines.frames_of("long", range(20)), patience=patience)
+    core.dispatch()
+    core.add(engines.frames_of("short", range(5)))
+    assert max(core._scheduler.requests.values()).request_id == "short"
