@@ -142,7 +142,7 @@ class Binding:
         bind = self.current(message.epoch, State.PREPARED)
         if bind is None:
             return False
-        self._backend.attach(bind.unit, bind.epoch)
+        self._backend.attach(bind.unit)
         self.beginning = None
         if self._leads(bind):
             core = self._group_core(bind)

@@ -385,7 +385,7 @@ class EngineBackend(Protocol):
     def layouts(self) -> Sequence[LayoutLimits]:
         """Limits of every layout this engine leads a group of, its own included."""
 
-    def attach(self, unit: Unit, epoch: int) -> None:
+    def attach(self, unit: Unit) -> None:
         """Tell this engine's runner to leave its own queue for the group's, after what it holds."""
 
     def form(self, unit: Unit, generation: int) -> "Future[str]":

@@ -121,7 +121,7 @@ class FakeBackend:
 
     # --- the runner ---------------------------------------------------------------------------
 
-    def attach(self, unit: Unit, epoch: int) -> None:
+    def attach(self, unit: Unit) -> None:
         """See ``EngineBackend.attach``."""
         self.faults.strike(Seam.ATTACH)
         self.attached = unit

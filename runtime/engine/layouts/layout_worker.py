@@ -23,7 +23,7 @@ from shoal.runtime.engine.layouts.full_graphs import FullGraphs
 from shoal.runtime.engine.layouts.introductions import Introductions
 from shoal.runtime.engine.layouts.seeded_sampling import thrown_away_unseeded
 from shoal.runtime.engine.layouts.token_table import take_arrays
-from shoal.runtime.engine.link.instructions import FULL_GRAPH_TOKENS, Begun
+from shoal.runtime.engine.link.instructions import LARGEST_FULL_GRAPH, Begun
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights, owned_bytes
 from shoal.runtime.protocol.messages import Mode
@@ -161,7 +161,7 @@ class LayoutWorker:
         """Run a method of vLLM's worker in this layout (``vllm.v1.serial_utils.run_method``)."""
         if method == "determine_available_memory":
             return self._available_memory()
-        if method == FULL_GRAPH_TOKENS:
+        if method == LARGEST_FULL_GRAPH:
             return 0 if self.full_graphs is None else self.full_graphs.largest
         captures = method == "compile_or_warm_up_model"
         watched = self.watch_captures(self.model) if captures else nullcontext()

@@ -32,7 +32,7 @@ TIER_BLOCKS = "tier_blocks"
 """The same for the blocks of the engine's tier; 0 if this runner cannot read all tiers."""
 STARTUP_EPOCH = 0
 """Epoch of the phase in which each layout's core starts: no bind uses it."""
-FULL_GRAPH_TOKENS = "full_graph_tokens"
+LARGEST_FULL_GRAPH = "largest_full_graph"
 """``Call`` method that a layout's worker answers itself: up to how many tokens it has full graphs
 of steps with prompts; 0: it has none."""
 
@@ -127,7 +127,6 @@ class Attach:
     """
 
     layout: Layout
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)

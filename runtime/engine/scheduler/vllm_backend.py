@@ -233,9 +233,9 @@ class VllmBackend:
 
     # --- runner ---
 
-    def attach(self, unit: Unit, epoch: int) -> None:
+    def attach(self, unit: Unit) -> None:
         """See ``interface.EngineBackend.attach``."""
-        self._own_channel.send(instructions.Attach(unit.layout, epoch))
+        self._own_channel.send(instructions.Attach(unit.layout))
 
     def pollables(self) -> Sequence[Any]:
         """See ``interface.EngineBackend.pollables``."""

@@ -85,7 +85,7 @@ class VllmCore:
         self._executor: UnitExecutor = self.engine_core.model_executor
         self._depth = self.engine_core.batch_queue_size
         floor = sp_floor(unit.layout, max_sp, captured_tokens(self.engine_core.vllm_config))
-        full = min(self._executor.collective_rpc(instructions.FULL_GRAPH_TOKENS))
+        full = min(self._executor.collective_rpc(instructions.LARGEST_FULL_GRAPH))
         self.shift = Shift(floor, full_graph_tokens=full)
         self.sizes = StepSizes(self._scheduler)
         self._in_flight: deque[InFlight] = deque()

@@ -277,7 +277,7 @@ def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None
     calls = {
         Seam.LEND: lambda: backend.own.lend(1),
         Seam.TAKE_BACK: lambda: backend.own.take_back([]),
-        Seam.ATTACH: lambda: backend.attach(tp(0, 1), 1),
+        Seam.ATTACH: lambda: backend.attach(tp(0, 1)),
         Seam.BIND: lambda: backend.groups[tp(0, 1)].bind(1, {0: [], 1: []}, 0),
         Seam.RELEASE: lambda: backend.groups[tp(0, 1)].release(1),
         Seam.ANNOUNCE: lambda: backend.own.announce(["leaves"]),

@@ -11,7 +11,7 @@ MESSAGES = [
     instructions.Call(0, "load_model", (1,), {"key": "value"}),
     instructions.Step(1, {"tokens": 3}, None, sample=False),
     instructions.Sample(1, [1, 2]),
-    instructions.Attach(Layout(tp=2), epoch=4),
+    instructions.Attach(Layout(tp=2)),
     instructions.Bind(4, [1, 2], {0: [7, 8], 1: [9, 3]}, seed=5),
     instructions.Extend([3], {0: [1], 1: [2]}),
     instructions.Detach(4),

@@ -36,7 +36,7 @@ class Queues:
             self.senders[layout].send(steps.dumps(instruction))
 
     def attach(self) -> None:
-        self.send(OWN, steps.Attach(GROUP, 5))
+        self.send(OWN, steps.Attach(GROUP))
         self.send(GROUP, steps.Bind(5, [], {}, 0))
         assert self.take() == (GROUP, steps.Bind(5, [], {}, 0))
 
@@ -57,20 +57,20 @@ def queues() -> Iterator[Queues]:
 
 def test_a_runner_reads_its_own_queue_until_it_is_attached(queues: Queues) -> None:
     queues.send(GROUP, step(0))
-    queues.send(OWN, step(0), step(1), steps.Attach(GROUP, 5), step(2))
+    queues.send(OWN, step(0), step(1), steps.Attach(GROUP), step(2))
     assert queues.order(3) == [OWN, OWN, GROUP]
 
 
 def test_a_group_has_the_runner_alone_until_it_sends_it_back(queues: Queues) -> None:
     queues.attach()
-    queues.send(OWN, step(0), steps.Attach(GROUP, 6), step(1))
+    queues.send(OWN, step(0), steps.Attach(GROUP), step(1))
     queues.send(GROUP, *(step(seq) for seq in range(4)), steps.Detach(5), step(9))
     assert queues.order(6) == [GROUP] * 5 + [OWN]
     assert queues.take() == (GROUP, step(9)), "of the next bind"
 
 
 def test_a_step_is_sampled_before_its_queue_is_left(queues: Queues) -> None:
-    queues.send(OWN, step(0, sample=False), steps.Attach(GROUP, 5), steps.Sample(0, None), step(1))
+    queues.send(OWN, step(0, sample=False), steps.Attach(GROUP), steps.Sample(0, None), step(1))
     queues.send(GROUP, step(0, sample=False), steps.Detach(5), steps.Sample(0, None))
     assert [queues.take() for _ in range(3)] == [
         (OWN, step(0, sample=False)),
@@ -102,7 +102,7 @@ def test_the_own_queue_has_a_steps_sampling_before_anything_else(queues: Queues)
 
 
 def test_the_own_queue_is_not_read_where_a_groups_is_next(queues: Queues) -> None:
-    queues.send(OWN, steps.Attach(GROUP, 5), step(0))
+    queues.send(OWN, steps.Attach(GROUP), step(0))
     assert queues.received.receive_own(1.0) is None
     assert queues.received.receive_own(1.0) is None
     queues.send(GROUP, steps.Detach(5))
@@ -127,7 +127,7 @@ def test_a_replaced_queue_is_read_and_what_the_former_one_held_is_dropped(
     queues.senders[GROUP].close(linger=0)
     queues.senders[GROUP] = context.socket(zmq.PUSH)
     queues.senders[GROUP].connect("inproc://next generation")
-    queues.send(OWN, steps.Attach(GROUP, 5))
+    queues.send(OWN, steps.Attach(GROUP))
     queues.send(GROUP, step(1))
     assert queues.take() == (GROUP, step(1))
 
@@ -138,7 +138,7 @@ def test_other_queues_are_read_while_there_is_nothing_to_do(queues: Queues) -> N
     queues.senders[GROUP].close(linger=0)
     queues.send(OWN, step(1))
     assert queues.take() == (OWN, step(1)), "what was read is not followed yet"
-    queues.send(OWN, steps.Attach(GROUP, 5))
+    queues.send(OWN, steps.Attach(GROUP))
     assert [queues.take(), queues.take()] == [
         (GROUP, steps.Call(0, "load_model")),
         (GROUP, step(0)),
@@ -153,7 +153,7 @@ def test_what_prepares_another_layout_is_followed_while_there_is_nothing_to_do(
     while queues.received.receive_own(0.05) is not None or not queues.prepared:
         pass
     assert queues.prepared == [(GROUP, more)]
-    queues.send(OWN, steps.Attach(GROUP, 5))
+    queues.send(OWN, steps.Attach(GROUP))
     assert [queues.take(), queues.take()] == [(GROUP, step(0)), (GROUP, later)]
     assert queues.prepared == [(GROUP, more)], "nothing overtakes what was sent before it"
 

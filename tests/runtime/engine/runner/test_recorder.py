@@ -176,7 +176,7 @@ def phases_of(recorded: Recorded) -> list[BoundPhase]:
 def test_the_first_step_of_a_group_is_marked_before_it_runs_and_nothing_waits_for_it(
     recorded: Recorded, log: list[str]
 ) -> None:
-    recorded.own(step(64), step(65), steps.Attach(GROUP.layout, 7))
+    recorded.own(step(64), step(65), steps.Attach(GROUP.layout))
     recorded.group(bind(7), step(0), step(4), step(1))
     assert log == [
         *("tp1 of 64", "tp1 samples", "freed", "tp1 of 65", "tp1 samples", "freed"),
@@ -196,13 +196,13 @@ def test_the_first_step_of_a_group_is_marked_before_it_runs_and_nothing_waits_fo
 
 def test_own_steps_that_are_sampled_later_end_with_that(recorded: Recorded, log: list[str]) -> None:
     apart = replace(step(64), sample=False)
-    recorded.own(apart, steps.Sample(1, None), steps.Attach(GROUP.layout, 7))
+    recorded.own(apart, steps.Sample(1, None), steps.Attach(GROUP.layout))
     recorded.group(bind(7), steps.Detach(7))
     assert log == ["tp1 of 64", "freed", "tp1 samples", "freed", "take"]
 
 
 def test_the_start_of_a_layout_s_core_is_no_phase(recorded: Recorded, log: list[str]) -> None:
-    recorded.own(steps.Attach(GROUP.layout, 0))
+    recorded.own(steps.Attach(GROUP.layout))
     recorded.group(steps.Detach(0))
     assert (log, phases_of(recorded)) == ([], [])
 

@@ -186,7 +186,7 @@ def test_steps_are_answered_while_kv_is_copied_ahead(units: Units) -> None:
 def test_a_lease_may_grow_before_the_group_is_first_bound(units: Units) -> None:
     extend = instructions.Extend([1, 2], {0: [7, 8], 1: [5, 6]})
     bind = instructions.Bind(1, [3], {0: [9], 1: [4]}, seed=0)
-    for queue, sent in ((GROUP, extend), (DP, instructions.Attach(GROUP, 1)), (GROUP, bind)):
+    for queue, sent in ((GROUP, extend), (DP, instructions.Attach(GROUP)), (GROUP, bind)):
         units.queues[queue].send(instructions.dumps(sent))
     group = units.workers[GROUP]
     # The first may come before the second, and then needs no turn of its own.
@@ -214,7 +214,7 @@ def test_a_coming_group_is_prepared_while_there_is_nothing_else_to_do(units: Uni
     assert group.block_map._physical == {0: 0, 1: 7}, "before its bind"
     assert units.runner._layout == DP
     units.tell(DP, instructions.Step(1, "a step", None, sample=True))
-    units.queues[DP].send(instructions.dumps(instructions.Attach(GROUP, 1)))
+    units.queues[DP].send(instructions.dumps(instructions.Attach(GROUP)))
     units.runner._turn()
     units.runner._turn()
     assert group.block_map._physical == {0: 0, 1: 7, 2: 8}

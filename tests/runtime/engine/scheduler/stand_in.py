@@ -7,7 +7,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
-from shoal.runtime.engine.link.instructions import FULL_GRAPH_TOKENS
+from shoal.runtime.engine.link.instructions import LARGEST_FULL_GRAPH
 
 BLOCKS = 16
 """Blocks of the pool, the null block not counted."""
@@ -76,7 +76,7 @@ class StandIn:
         return ("generate",)
 
     def collective_rpc(self, method: str) -> list[int]:
-        assert method == FULL_GRAPH_TOKENS
+        assert method == LARGEST_FULL_GRAPH
         return [0]
 
     def execute_dummy_batch(self) -> None:
