@@ -107,6 +107,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.scheduler.grammar_replay",
         "shoal.runtime.engine.scheduler.kv_groups",
         "shoal.runtime.engine.scheduler.beginnings",
+        "shoal.runtime.engine.scheduler.patience",
         "shoal.runtime.engine.scheduler.scheduled_steps",
         "shoal.runtime.engine.scheduler.sending",
         "shoal.runtime.engine.scheduler.step_sizes",
