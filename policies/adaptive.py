@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from shoal.policies.first_layout import first_layout
 from shoal.policies.flow import NEAR_SECONDS
 from shoal.policies.flying import FLYING
 from shoal.policies.forecast import Forecast
@@ -200,7 +201,7 @@ def _by_hindsight(
     snapshot: Snapshot, model: StepPredictor, memory: Memory, dispatches: tuple[Dispatch, ...]
 ) -> Plan:
     """Return the plan for a node without urgent requests and without promises."""
-    first = _first(snapshot) if memory.shadows is None and not memory.age else None
+    first = _first(snapshot, model) if memory.shadows is None and not memory.age else None
     if first is not None:
         return Plan(dispatches, first, "carry", "start", replace(memory, at=snapshot.now))
     memory = _watched(snapshot, model, _aged(memory, snapshot))
@@ -254,17 +255,12 @@ def _by_hindsight(
     return Plan(dispatches, best, "carry", _reason(snapshot, best), memory, verdicts=verdicts)
 
 
-def _first(snapshot: Snapshot) -> Partition | None:
-    """Return the layout with which an idle node begins; None: the present one.
-
-    Groups of half of the engines are never far from the best layout, if their long steps run in SP:
-    a lone request is nearly as fast in them as in a group of all, and many are nearly as fast as in
-    single engines.
-    """
-    half = [layout for layout, _ in snapshot.sp_above if layout.world_size < snapshot.max_group]
-    if snapshot.requests or not half:
+def _first(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
+    """Return the partition with which an idle node begins; None: the present one."""
+    if snapshot.requests or not snapshot.sp_above:
         return None
-    target = with_singles(snapshot, units_of(snapshot.engines, half[-1]))
+    layout = first_layout(snapshot, model)
+    target = with_singles(snapshot, units_of(snapshot.engines, layout))
     return target if target != snapshot.partition else None
 
 

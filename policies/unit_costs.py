@@ -31,7 +31,7 @@ so many seconds (docs/policies.md)."""
 LATER, LATER_SECONDS = 0.5, 0.2
 """By which share, and how many seconds, a first token may come later so that others need not wait.
 They are a trade of the slowest first tokens for the mean request (docs/policies.md)."""
-_DECODES, _CONTEXT, _CHUNK = 32, 4096, 2048
+_DECODES, _CONTEXT, _LONG_STEP = 32, 4096, 4096
 _LONG_CONTEXT = 32768
 
 
@@ -166,21 +166,28 @@ class UnitCosts:
 
 
 def prices_of(snapshot: Snapshot, layout: Layout) -> Prices:
-    """Return what tokens cost a unit of a layout."""
+    """Return what tokens cost a unit of a layout.
+
+    A prompt's token costs its share of what a long step takes more than one that computes next to
+    nothing. Between two long steps there may be no difference: where both run in SP, and both wait
+    for the host, prompts would cost nothing.
+    """
     model = snapshot.cost_model
     if model is None:
         return Prices(1 / layout.world_size, 1 / layout.world_size / READS_PER_PROMPT_TOKEN)
 
     def more(small: Batch, large: Batch) -> float:
-        mode = snapshot.mode(layout, large)
-        seconds = (model.step_seconds(layout, batch, mode) for batch in (large, small))
-        return max(0.0, next(seconds) - next(seconds))
+        low, high = (
+            model.step_seconds(layout, batch, snapshot.mode(layout, batch))
+            for batch in (small, large)
+        )
+        return max(0.0, high - low)
 
-    prefill = (Batch(0, 0, count * _CHUNK, _CONTEXT) for count in (1, 2))
-    attention = (Batch(0, 0, 2 * _CHUNK, context) for context in (_CONTEXT, _LONG_CONTEXT))
+    prefill = (Batch(0, 0, tokens, _CONTEXT) for tokens in (1, _LONG_STEP))
+    attention = (Batch(0, 0, _LONG_STEP, context) for context in (_CONTEXT, _LONG_CONTEXT))
     decode = (Batch(_DECODES, count * _DECODES * _CONTEXT) for count in (1, 2))
     return Prices(
-        more(*prefill) / _CHUNK,
+        more(*prefill) / _LONG_STEP,
         more(*decode) / (_DECODES * _CONTEXT),
-        more(*attention) / (2 * _CHUNK) / (_LONG_CONTEXT - _CONTEXT),
+        more(*attention) / _LONG_STEP / (_LONG_CONTEXT - _CONTEXT),
     )

@@ -136,19 +136,17 @@ def test_a_surge_that_is_foreseen_to_lose_is_stayed_for(monkeypatch: pytest.Monk
     assert reviews(GROWS, 5.0) == round(5.0 / WATCH_SECONDS)
 
 
-def test_an_idle_node_with_sp_begins_in_groups_of_half_its_engines() -> None:
+def test_an_idle_node_with_sp_begins_in_the_layout_whose_worst_case_is_best() -> None:
     idle = node(DP)
     able = replace(idle, sp_above=tuple((each.layout, 512) for each in LAYOUTS[1:]))
     plan = ADAPTIVE.plan(able)
-    assert (plan.target, plan.reason) == (FOURS, "start")
+    assert (plan.target, plan.reason) == (TP, "start")
     after = replace(able, now=1.0, memory=plan.memory)
-    assert ADAPTIVE.plan(replace(after, partition=FOURS, units=node(FOURS).units)).target is None
+    assert ADAPTIVE.plan(replace(after, partition=TP, units=node(TP).units)).target is None
     # Without SP long prompts would be slow, and on a busy node or later a switch has its price.
     assert ADAPTIVE.plan(idle).target is None
     assert ADAPTIVE.plan(replace(able, units=node(DP, {0: 1}).units)).target is None
     assert ADAPTIVE.plan(replace(able, memory=Memory(-1.0, age=60.0))).target is None
-    pair = replace(able, engines=2, max_group=2, partition=DP[:2], units=able.units[:2])
-    assert ADAPTIVE.plan(replace(pair, sp_above=able.sp_above[:1])).target is None
 
 
 @pytest.mark.parametrize("targets", [(), (LOOSE,)])

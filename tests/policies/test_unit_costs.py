@@ -6,7 +6,7 @@ import pytest
 
 from shoal.policies.static import dispatch_least_loaded
 from shoal.policies.unit_costs import MOST_PATIENCE, PATIENCE, UnitCosts, prices_of
-from shoal.policies.values.batch import PromptWork
+from shoal.policies.values.batch import Batch, Mode, PromptWork
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.plan import Room
 from shoal.policies.values.snapshot import PoolRequest, Snapshot, UnitState
@@ -176,3 +176,21 @@ def test_nobody_lets_others_pass_where_times_are_unknown_or_users_want_the_order
     seen = snapshot(room(ONE), pool=(asks("r", 5000),))
     assert patience(replace(seen, cost_model=None)) == 0.0
     assert patience(replace(seen, cost_model=MODEL, short_first=False)) == 0.0
+
+
+@pytest.mark.parametrize("layer_seconds", [0.0, 0.1])
+def test_prompts_cost_their_part_of_long_steps_also_where_all_of_these_wait_for_the_host(
+    layer_seconds: float,
+) -> None:
+    group = tp(0, 1)
+    hardware = replace(MODEL.hardware, sp_layer_host_seconds=layer_seconds)
+    model = replace(MODEL, hardware=hardware)
+    seen = replace(snapshot(room(group)), cost_model=model, sp_above=((group.layout, 512),))
+    long = [
+        model.step_seconds(group.layout, Batch(0, 0, tokens, 4096), Mode.SP)
+        for tokens in (2048, 4096)
+    ]
+    assert (long[0] == long[1]) == (layer_seconds > 0), "the host is the bottleneck, or is not"
+    short = model.step_seconds(group.layout, Batch(0, 0, 1, 4096), Mode.TP)
+    assert prices_of(seen, group.layout).prompt == pytest.approx((long[1] - short) / 4096)
+    assert short < long[1]
