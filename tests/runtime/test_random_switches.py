@@ -92,10 +92,10 @@ def test_random_life_under_a_policy(monkeypatch: pytest.MonkeyPatch, seed: int, 
     assert node.audit() == []
     assert all(backend.own.lent == frozenset() for backend in node.backends.values())
     assert node.value("shoal_switches_total", outcome="failed") == 0
-    assert node.value("shoal_late_switches_total") > 10
+    assert node.value("shoal_late_switches_total") > 5
     assert node.value("shoal_carried_requests_total", outcome="carried") > OPERATIONS // 20
     hits = node.value("shoal_tier_requests_total", outcome="hit")
-    assert (hits > OPERATIONS // 50) == bool(tier), hits
+    assert (hits > OPERATIONS // 100) == bool(tier), hits
 
 
 def test_random_life_of_two_groups_of_four() -> None:
