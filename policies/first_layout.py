@@ -1,9 +1,9 @@
 """The layout with which an idle node begins, of which nothing is known but its cost model.
 
 Nobody knows what will come. So shadows of every layout (``shadow.py``) get the same made-up
-requests, as chats have them and as assistants for code do, from one at a time to many at once. The
-node begins in the layout whose worst case is best: for which the mean request takes at most so many
-times as long as in the layout that is best for that traffic, whichever comes.
+requests, as chats have them and as assistants for code do, from one at a time to many at once. For
+each traffic, the time of the mean request in a layout is compared with that in the best layout. The
+node begins in the layout whose largest ratio is smallest.
 """
 
 from collections.abc import Iterator

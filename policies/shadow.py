@@ -4,8 +4,8 @@ A shadow has the units of one partition, each with its queue: prompts that wait,
 decode. It gets every request that comes, sends it to the unit where it costs least, as the node
 does, and computes step after step, in the times of the cost model: chunks of prompts, of which long
 ones let shorter ones pass as on the node, with a token for each decoding request. Steps that only
-decode are taken many at once.
-So the spread of the prompts' lengths, bursts, placement and backlogs count as they come.
+decode are taken many at once. So the spread of the prompts' lengths, bursts, placement and backlogs
+count as they come.
 
 How long an output will be is a guess until the request has ended on the node. Then every shadow is
 told (``Shadow.expect``): a request that still decodes there gets its true end, and one that the

@@ -73,8 +73,8 @@ def latest(earliest: float) -> float:
 def patience(own: float) -> float:
     """Return how long after a prompt others may come that units compute before it, seconds.
 
-    Units compute prompts in the order of their arrival and patience. So short prompts need not wait
-    for long ones that came shortly before, and no prompt waits for others without end.
+    Units compute prompts in the order of arrival plus patience. So short prompts need not wait for
+    long ones that came shortly before, and no prompt waits for others without end.
 
     Args:
         own: how long the prompt itself takes, seconds.

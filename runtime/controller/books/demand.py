@@ -45,7 +45,7 @@ NO_NEWS = News()
 
 
 class Rates(NamedTuple):
-    """How much comes to the node and is there (``Snapshot``)."""
+    """What comes to the node, and what is on it (``Snapshot``)."""
 
     arrival_rate: float
     recent_rate: float
@@ -134,7 +134,7 @@ class Demand:
         return rate * self._kept(now, seconds) / known if known else 0.0
 
     def rates(self, now: float) -> Rates:
-        """Return how much comes to the node, and is there."""
+        """Return what comes to the node, and what is on it."""
         requests = self.arrival_rate(now), self.recent_rate(now), self.usual_rate(now)
         since_urgent = now - self._urgent_at
         return Rates(*requests, self.prompt_rate(now), self._smoothed_requests, since_urgent)

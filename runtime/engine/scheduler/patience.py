@@ -24,7 +24,7 @@ class Patience:
             request.arrival_time += seconds
 
     def end(self, scheduled: SchedulerOutput, scheduler: Any) -> None:
-        """Let those of vLLM's scheduler's requests keep their place that begin in a step."""
+        """Give the requests that begin in a step their own time of arrival back."""
         for new in scheduled.scheduled_new_reqs if self._arrived else ():
             arrived = self._arrived.pop(new.req_id, None)
             if arrived is not None:
