@@ -51,7 +51,7 @@ class Figures:
     batch_done: int = 0
     """The same of the batch's."""
 
-    def add(self, run: Run, arrivals: Sequence[Arrival], seconds: float) -> None:
+    def add(self, run: Run[Arrival], arrivals: Sequence[Arrival], seconds: float) -> None:
         """Take the figures of a run."""
         for life, arrival in zip(run.lives, arrivals, strict=True):
             done = life.ended is not None and life.ended < seconds
@@ -90,7 +90,7 @@ def batch(count: int, seed: int, priority: int = BACKGROUND_PRIORITY) -> list[Ar
 
 def serve(
     node: Node, arrivals: Iterable[Arrival], policy: str = MANUAL.name
-) -> tuple[Run, list[Arrival]]:
+) -> tuple[Run[Arrival], list[Arrival]]:
     """Serve requests until people's have ended."""
     ordered = sorted(arrivals, key=lambda arrival: arrival.at)
     run = simulate(

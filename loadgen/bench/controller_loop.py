@@ -170,7 +170,7 @@ def idle_seconds(seats: int, ahead: int) -> float:
     return idle / (BATCHES - 1)
 
 
-def _in_steps(run: Run) -> Iterator[tuple[float, float]]:
+def _in_steps(run: Run[Arrival]) -> Iterator[tuple[float, float]]:
     """Yield, for every request, when its first step began and its last step ended."""
     for life in run.lives:
         if life.started is None or life.ended is None:

@@ -68,7 +68,7 @@ def simulate_way(node: Node, policy: str, workload: Workload) -> dict[str, float
         SimulationError: the node stopped with requests left.
     """
     run = simulate(node, policy, workload.arrivals)
-    found = milliseconds(report(policy, records_of(run, workload), run.tokens))
+    found = milliseconds(report(policy, records_of(run), run.tokens))
     return {name: found[name] for name in COMPARED if name in found}
 
 

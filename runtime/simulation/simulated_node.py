@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -64,8 +64,12 @@ class Arrival(Protocol):
     def prefix(self) -> Sequence[Block]:
         """The stretches with which its prompt begins, and which other prompts may share."""
 
+    @property
+    def next(self) -> Self | None:
+        """The next turn of its chat; ``at`` of that one is seconds from the end of this answer."""
 
-_Arrival = TypeVar("_Arrival", bound=Arrival)
+
+Asked = TypeVar("Asked", bound=Arrival)
 
 
 @dataclass(slots=True)
@@ -92,12 +96,15 @@ class Life:
 
 
 @dataclass(slots=True)
-class Run:
+class Run(Generic[Asked]):
     """One workload under one policy."""
 
     policy: str
     lives: list[Life]
-    """One per arrival, in the order of arrivals."""
+    """One per request: those of the workload in its order, then later turns of chats as they came.
+    A turn after one that failed is not sent."""
+    arrivals: list[Asked]
+    """What each of them asked for. Of a later turn, ``at`` still counts from the last answer."""
     tokens: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """Output tokens by the second in which they came. Those of steps that were simulated as one are
     spread evenly over its time."""
@@ -117,9 +124,9 @@ class Run:
 def simulate(
     node: Node,
     policy: str,
-    arrivals: Sequence[_Arrival],
-    awaited: Callable[[_Arrival], bool] = lambda _: True,
-) -> Run:
+    arrivals: Sequence[Asked],
+    awaited: Callable[[Asked], bool] = lambda _: True,
+) -> Run[Asked]:
     """Serve a workload and return the results.
 
     Args:
@@ -133,23 +140,27 @@ def simulate(
         SimulationError: requests were left over, or a process broke.
         UnknownPolicyError: ``policy`` names no policy.
     """
-    return _Simulation(node, policy, arrivals, [awaited(arrival) for arrival in arrivals]).run()
+    return _Simulation(node, policy, arrivals, awaited).run()
 
 
-class _Simulation:
+class _Simulation(Generic[Asked]):
     """The processes of one run, and the front end that measures it."""
 
     def __init__(
-        self, node: Node, policy: str, arrivals: Sequence[Arrival], awaited: Sequence[bool]
+        self,
+        node: Node,
+        policy: str,
+        arrivals: Sequence[Asked],
+        awaited: Callable[[Asked], bool],
     ) -> None:
-        self._arrivals = arrivals
         self._awaited = awaited
         self._prompts = SimulatedPrompts()
         self._clock = ManualClock()
         self._events = Events(self._clock)
-        self._result = Run(policy, [Life(arrival.at) for arrival in arrivals])
+        self._result = Run(policy, [Life(arrival.at) for arrival in arrivals], [*arrivals])
         self._last_output: dict[int, float] = {}
-        self._open = sum(awaited)
+        self._open = sum(map(awaited, arrivals))
+        self._last_arrival = max((arrival.at for arrival in arrivals), default=0.0)
         self._concluded = False
         self._latest_switch: SwitchView | None = None
         config = node.config(policy)
@@ -180,16 +191,16 @@ class _Simulation:
         self._due: dict[int, float] = {}
         self._first_layout = None if node.layout is None else units_of(node.engines, node.layout)
 
-    def run(self) -> Run:
+    def run(self) -> Run[Asked]:
         """Run until every request that is awaited has ended."""
         for number in self._processes:
             self._wake_at(number, 0.0)
         self._start()
         if self._first_layout is not None:
             self._ask_for(self._first_layout)
-        end = PATIENCE_SECONDS + max((a.at for a in self._arrivals), default=0.0)
         while self._open:
-            if self._clock.now > end or not self._go_on():
+            late = self._clock.now > PATIENCE_SECONDS + self._last_arrival
+            if late or not self._go_on():
                 raise SimulationError(self._stuck())
         self._network.control_sends(front_identity(0), m.GetLayout(0))
         while not self._concluded and self._go_on():
@@ -257,20 +268,20 @@ class _Simulation:
     # --- the front end ------------------------------------------------------------------------
 
     def _start(self) -> None:
-        for index, arrival in enumerate(self._arrivals):
-            at = LEAD_SECONDS + arrival.at + self._front_seconds
-            self._events.at(at, partial(self._send, index))
+        for index, life in enumerate(self._result.lives):
+            self._plan(index, life.arrived)
+
+    def _plan(self, index: int, at: float) -> None:
+        self._events.at(LEAD_SECONDS + at + self._front_seconds, partial(self._send, index))
 
     @property
     def _now(self) -> float:
         return self._clock.now - LEAD_SECONDS
 
     def _send(self, index: int) -> None:
-        arrival = self._arrivals[index]
+        arrival, at = self._result.arrivals[index], self._result.lives[index].arrived
         prompt = self._prompts.make(str(index), arrival.prompt_tokens, arrival.prefix)
-        payload = wire_request(
-            str(index), prompt, arrival.output_tokens, arrival.priority, arrival.at
-        )
+        payload = wire_request(str(index), prompt, arrival.output_tokens, arrival.priority, at)
         self._network.front_sends(0, wire.RequestType.ADD, [payload])
 
     def _started(self, request_id: str, at: float) -> None:
@@ -297,7 +308,19 @@ class _Simulation:
                 life.tokens += count
             if output.finish_reason is not None:
                 self._end(life, output.finish_reason, sent)
-                self._open -= self._awaited[number]
+                arrival = self._result.arrivals[number]
+                if arrival.next is not None and life.finished:
+                    self._take_turn(arrival.next, sent)
+                self._open -= self._awaited(arrival)
+
+    def _take_turn(self, turn: Asked, answered: float) -> None:
+        """Plan the next turn of a chat, whose last turn was answered then."""
+        due = answered + turn.at
+        self._result.lives.append(Life(due))
+        self._result.arrivals.append(turn)
+        self._open += self._awaited(turn)
+        self._last_arrival = max(self._last_arrival, due)
+        self._plan(len(self._result.lives) - 1, due)
 
     def _count(self, start: float, end: float, count: int) -> None:
         tokens = self._result.tokens

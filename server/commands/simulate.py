@@ -16,7 +16,7 @@ import msgspec
 from shoal.loadgen import plot, text_tables
 from shoal.loadgen import summary as figures
 from shoal.loadgen.curves import Timeline
-from shoal.loadgen.workload import Workload
+from shoal.loadgen.workload import Arrival, Workload
 from shoal.policies.cost.correction import Correction
 from shoal.policies.installed_policies import load_policies
 from shoal.policies.registry import PolicyError
@@ -58,8 +58,6 @@ def main(argv: Sequence[str]) -> int:
         objectives = read_objectives(args)
         node = _node(args, policies, objectives)
         workload = read_workload(args)
-        if workload.has_chats:
-            raise UserError("--trace chats is for 'shoal replay': here nobody waits for answers")
         runs = [_simulate(node, policy, workload, objectives) for policy in policies]
     except (FileError, PolicyError) as error:
         raise UserError(str(error)) from error
@@ -229,10 +227,10 @@ def _layout(name: str | None, max_group: int, max_pp: int) -> Layout | None:
 
 def _simulate(
     node: Node, policy: str, workload: Workload, objectives: Sequence[figures.Objective]
-) -> tuple[Run, Sequence[figures.Record], figures.Report]:
+) -> tuple[Run[Arrival], Sequence[figures.Record], figures.Report]:
     begin = time.monotonic()
     run = simulate(node, policy, workload.arrivals)
-    records = records_of(run, workload)
+    records = records_of(run)
     one = figures.report(
         policy,
         records,
@@ -251,8 +249,8 @@ def _simulate(
     return run, records, one
 
 
-def records_of(run: Run, workload: Workload) -> list[figures.Record]:
-    """Return how each request of a simulated run was served, in the order of arrivals."""
+def records_of(run: Run[Arrival]) -> list[figures.Record]:
+    """Return how each request of a simulated run was served (``Run.lives``)."""
     return [
         figures.Record(
             arrived=life.arrived,
@@ -266,11 +264,11 @@ def records_of(run: Run, workload: Workload) -> list[figures.Record]:
             prompt_tokens=arrival.prompt_tokens,
             cached_tokens=life.cached,
         )
-        for life, arrival in zip(run.lives, workload.arrivals, strict=True)
+        for life, arrival in zip(run.lives, run.arrivals, strict=True)
     ]
 
 
-def _switching(run: Run) -> figures.Switching:
+def _switching(run: Run[Arrival]) -> figures.Switching:
     return figures.Switching(
         switches=len(run.switches),
         failed=sum(switch.error is not None for switch in run.switches),
@@ -284,7 +282,7 @@ def _switching(run: Run) -> figures.Switching:
 def _show(
     args: Namespace,
     workload: Workload,
-    runs: Sequence[tuple[Run, Sequence[figures.Record], figures.Report]],
+    runs: Sequence[tuple[Run[Arrival], Sequence[figures.Record], figures.Report]],
     objectives: Sequence[figures.Objective],
 ) -> None:
     reports = [one for _, _, one in runs]
@@ -292,7 +290,7 @@ def _show(
     if args.json is not None:
         about = {
             "trace": workload.name,
-            "requests": len(workload.arrivals),
+            "requests": workload.requests,
             "rate_scale": args.rate_scale,
             "seed": args.seed,
             "engines": args.engines,

@@ -6,7 +6,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from shoal.loadgen.workload import Arrival, Block
+from shoal.loadgen.workload import Arrival, Block, chat_of
 from shoal.policies.registry import POLICIES
 from shoal.policies.shift import ShiftRule
 from shoal.policies.static import dispatch_least_loaded, with_singles
@@ -71,6 +71,27 @@ def test_every_request_gets_exactly_its_tokens(policy: str) -> None:
 def test_a_run_can_be_repeated(policy: str) -> None:
     load = arrivals(80, 30.0, urgent=0.2)
     assert simulate(NODE, policy, load) == simulate(NODE, policy, load)
+
+
+def test_a_turn_comes_after_the_answer_and_finds_the_chat_cached() -> None:
+    said = (Block("first", 1600), Block("second", 800))
+    chat = chat_of([Arrival(1.0, 1600, 100, prefix=said), Arrival(2.5, 2400, 40, prefix=said)])
+    other = Arrival(0.5, 700, 10)
+    run = simulate(NODE, "static-dp", [other, chat])
+    alone, first, second = run.lives
+    assert [life.tokens for life in run.lives] == [10, 100, 40]
+    assert run.arrivals == [other, chat, chat.next]
+    assert first.ended is not None
+    assert second.arrived == pytest.approx(first.ended + 2.5)
+    assert (alone.cached, first.cached, second.cached) == (0, 0, 1600)
+
+
+def test_no_turn_comes_after_one_that_failed() -> None:
+    chat = chat_of(
+        [Arrival(0.0, 10, 10), Arrival(1.0, SHAPE.max_model_len, 10), Arrival(1.0, 9, 9)]
+    )
+    run = simulate(NODE, "static-tp", [chat])
+    assert [life.outcome for life in run.lives] == [Outcome.FINISHED, Outcome.TOO_LONG]
 
 
 @pytest.mark.parametrize(("policy", "degree"), [("static-dp", 1), ("static-tp", 8)])

@@ -80,6 +80,17 @@ def test_steps_take_the_times_that_a_fit_has_found(tmp_path: Path) -> None:
     assert same == pytest.approx(tpot, rel=0.1)
 
 
+def test_all_turns_of_chats_are_counted(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    chats = ("--trace", "chats", "--requests", "5", "--turns", "3:3", "--shared-tokens", "500")
+    assert run(*chats, "--policy", "static-dp,static-tp", "--json", str(figures)) == 0
+    content = json.loads(figures.read_text())
+    assert content["requests"] == 15
+    for one in content["reports"]:
+        assert one["groups"]["all"]["finished"] == 15
+        assert one["groups"]["all"]["hit_rate"] > 0.4
+
+
 def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text(
@@ -93,7 +104,6 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
     [
         (("--trace", "none.csv", "--policy", "static-dp"), "cannot read none.csv"),
         (("--trace", "bursty", "--policy", "static"), "no policy 'static'"),
-        (("--trace", "chats", "--policy", "static-dp"), "is for 'shoal replay'"),
         (("--trace", "bursty", "--policy", "static-dp", "--rate-scale", "0"), "--rate-scale"),
         (("--trace", "bursty", "--policy", "static-dp", "--requests", "0"), "--requests 0"),
         (("--trace", "bursty", "--policy", "static-dp", "--model-shape", "x"), "cannot read x"),
