@@ -210,7 +210,7 @@ def _by_hindsight(
     assert terms is not None
     gains, here = saved(seen, terms), snapshot.partition
     now = max(snapshot.requests, snapshot.smoothed_requests)
-    noise, forecast = noise_of(memory.usual, now), Forecast(snapshot, model, watched=memory.age)
+    noise, forecast = noise_of(memory.usual, now), Forecast(snapshot, model)
     prices = {c: price_of(noise, forecast.loss(c, memory.usual)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
@@ -236,8 +236,8 @@ def _by_hindsight(
     if not near or early:
         return Plan(dispatches, memory=memory, verdicts=verdicts_of(accounts, memory.foreseen))
     stops = {c: forecast.whole_stop(c) for c in near}
-    stays, refill = Staying(), forecast.refill()
-    ahead = {c: foreseen(seen, c, stop, terms, lasting, stays, refill) for c, stop in stops.items()}
+    stays, caches = Staying(), forecast.empty_caches()
+    ahead = {c: foreseen(seen, c, stop, terms, lasting, stays, caches) for c, stop in stops.items()}
     memory = replace(memory, looked=snapshot.now, foreseen=tuple(ahead.items()))
     worth = {c: brings - accounts[c].unpaid for c, brings in ahead.items()}
     best = max(worth, key=worth.__getitem__)

@@ -19,6 +19,7 @@ from shoal.policies.flow import (
     flow,
     pace_of,
 )
+from shoal.policies.hindsight import EmptyCaches
 from shoal.policies.static import with_singles
 from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import Batch
@@ -78,7 +79,6 @@ class Forecast:
         lane: the group that these have to themselves.
         later: the partitions that the node may have after the next seconds; None: all that have one
             layout for all engines.
-        watched: for how many seconds the node was watched.
     """
 
     def __init__(
@@ -88,10 +88,8 @@ class Forecast:
         urgent: float = 0.0,
         lane: Unit | None = None,
         later: Sequence[Partition] | None = None,
-        watched: float = 0.0,
     ) -> None:
         self._snapshot = snapshot
-        self._watched = watched
         self._lane = lane
         self._model = model
         self._work = work_of(snapshot)
@@ -172,17 +170,34 @@ class Forecast:
     def refill(self) -> float:
         """Return the seconds in which the node computes again what the caches lose in a switch.
 
-        What is used again soon is lost only once, such as a beginning that all prompts share. What
-        is used again only after longer than the node was watched cannot be known: at worst, all
-        that is found then is lost, but never more than is cached.
+        What is used again soon is lost only once, such as a beginning that all prompts share. How
+        much is used again only after longer than the node was watched is a guess: as much between
+        a time and its double as between a quarter and half of the time until now. So it is where
+        Mooncake's chats go on. But it is never more than is cached.
         """
         snapshot = self._snapshot
         rate = snapshot.prompt_tokens / max(0.1, 1 - snapshot.hit_share) * snapshot.usual_rate
         found = CACHE_SECONDS * snapshot.hit_share * rate
-        unknown = max(0.0, 1 - self._watched / CACHE_SECONDS) * found
-        cached = sum(unit.cached_tokens for unit in snapshot.units)
+        unseen = max(0.0, CACHE_SECONDS * rate - snapshot.watched_tokens / 2)
+        unknown = snapshot.late_share / math.log(2) * unseen
         token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
-        return min(found, cached, snapshot.lost_tokens + unknown) * token
+        return min(found, self._left_behind, snapshot.lost_tokens + unknown) * token
+
+    @property
+    def _left_behind(self) -> int:
+        """The cached tokens that a switch does not take along."""
+        rest = (
+            u.cached_tokens - u.context_tokens - u.portable_tokens for u in self._snapshot.units
+        )
+        return sum(max(0, tokens) for tokens in rest)
+
+    def empty_caches(self) -> EmptyCaches:
+        """Return what requests find after a switch, in which caches are left behind.
+
+        How long ago it was last used is taken to be distributed exponentially.
+        """
+        share, lost = self._snapshot.hit_share, min(self._snapshot.lost_tokens, self._left_behind)
+        return EmptyCaches(lost / share if share else 0.0)
 
     def has_room(self, candidate: Partition) -> bool:
         """Return whether the requests that a switch moves can take their KV along.

@@ -7,7 +7,7 @@ model does not know cancels out. A shadow begins with the requests that are on t
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil, inf, log1p
+from math import ceil, exp, inf, log1p
 from typing import NamedTuple
 
 from shoal.policies.shadow import Decode, Job, Present, Shadow, Terms, fork, present
@@ -205,6 +205,23 @@ def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
     }
 
 
+@dataclass(slots=True)
+class EmptyCaches:
+    """Caches that were empty when the first request came."""
+
+    memory: float
+    """Of what requests find usually, the share that was last used more than so many tokens of
+    prompts ago is 1/e. 0: they lose nothing."""
+    tokens: int = 0
+    """Tokens of prompts since then."""
+
+    def job(self, job: Job) -> Job:
+        """Return a request with the tokens that it has to compute because they are not back yet."""
+        lost = exp(-self.tokens / self.memory) if self.memory else 0.0
+        self.tokens += job.prompt
+        return job._replace(new=job.new + round(lost * (job.prompt - job.new)))
+
+
 class Future(NamedTuple):
     """How the latest requests are taken to come again."""
 
@@ -228,7 +245,7 @@ def foreseen(
     terms: TermsOf,
     lasting: Lasting = (),
     stays: Staying | None = None,
-    refill: float = 0.0,
+    caches: "EmptyCaches | None" = None,
 ) -> float:
     """Return the seconds of requests that a switch now will save if the latest requests come again.
 
@@ -247,23 +264,24 @@ def foreseen(
             does go on, and nobody knows for how long.
         stays: what the look at another candidate has found out of the present layout. What this
             look finds out of it is added.
-        refill: seconds in which the node will compute again what its caches lose. They count as if
-            they came first: who comes later waits for them, too, while the node is busy.
+        caches: what requests find after the switch; None: what they find now.
     """
     known: Staying = {} if stays is None else stays
+    caches = EmptyCaches(0.0) if caches is None else replace(caches)
     # Until the switch stops them, units go on with the steps that they have begun.
     until = seen.current.copy()
     until.advance(seen.at + stop, terms)
     begin = max(queue.clock for queue in until.queues)
-    there = fork((unit.layout for unit in to), present(until), begin, terms)
-    for queue in there.queues:
-        queue.clock += refill
+    here = present(until)
+    # A prompt that has begun is carried. The others wait in the order of their turns.
+    waiting = [job if job.came == -inf else caches.job(job) for job in here.waiting]
+    there = fork((unit.layout for unit in to), here._replace(waiting=waiting), begin, terms)
     so_far = until.spent(begin)
 
     def worth(future: Future) -> float:
         if future not in known:
             known[future] = tuple(_again(seen, seen.current.copy(), terms, future))
-        goes = _again(seen, there.copy(), terms, future)
+        goes = _again(seen, there.copy(), terms, future, replace(caches))
         return max(
             without - so_far - spent - (stop * back if horizon < HORIZONS[-1] else 0.0)
             for horizon, (without, _), (spent, back) in zip(
@@ -277,7 +295,11 @@ def foreseen(
 
 
 def _again(
-    seen: Hindsight, shadow: Shadow, terms: TermsOf, future: Future
+    seen: Hindsight,
+    shadow: Shadow,
+    terms: TermsOf,
+    future: Future,
+    caches: "EmptyCaches | None" = None,
 ) -> Iterator[tuple[float, int]]:
     """Yield the seconds that requests will have spent on all units, and how many are there.
 
@@ -288,7 +310,8 @@ def _again(
     for horizon in HORIZONS:
         while job is not None and at < seen.at + horizon:
             shadow.advance(at, terms)
-            shadow.put(Job(at, job.new, job.prompt, job.output), terms)
+            comes = Job(at, job.new, job.prompt, job.output)
+            shadow.put(comes if caches is None else caches.job(comes), terms)
             at, job = next(coming, (inf, None))
         yield shadow.all_in_all(terms), shadow.requests
 

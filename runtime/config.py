@@ -263,6 +263,11 @@ class NodeConfig(msgspec.Struct, frozen=True):
     """The LoRA adapters, in the order in which vLLM's front ends number them, from 1."""
 
     @property
+    def copies_ahead(self) -> bool:
+        """Whether KV is copied ahead of carries: it is found as a cached prefix."""
+        return self.precopy_tokens > 0 and self.caches_prefixes
+
+    @property
     def caches_prefixes(self) -> bool:
         """Whether engines keep the KV of prompts that others may begin with."""
         if self.fake is not None:

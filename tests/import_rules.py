@@ -99,6 +99,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.runner.taking_up",
         "shoal.runtime.engine.scheduler.block_holders",
         "shoal.runtime.engine.scheduler.blocks_ahead",
+        "shoal.runtime.engine.scheduler.pinned_blocks",
         "shoal.runtime.engine.scheduler.arrival_messages",
         "shoal.runtime.engine.scheduler.carried_blocks",
         "shoal.runtime.engine.scheduler.carried_requests",

@@ -88,8 +88,9 @@ class UnitState:
     prompts: tuple[int, ...] = ()
     """Prompt tokens of each of its ``waiting`` requests, in the order in which they were sent."""
     cached_tokens: int = 0
-    """Prompt tokens that its prefix cache is believed to hold, also those of its requests. A switch
-    that regroups it loses all but what its requests take along."""
+    """Prompt tokens that its prefix cache is believed to hold, also those of its requests."""
+    portable_tokens: int = 0
+    """As many of them a switch takes along, at most, besides those of its requests."""
     group_limits: tuple[int, ...] = ONE_GROUP
     """For each KV group of the model's layers the most blocks that a request takes of it; 0: as
     many as its tokens need (``kv_need.blocks_for``)."""
@@ -277,6 +278,11 @@ class Snapshot:
     lost_tokens: float = math.inf
     """Prompt tokens that requests would compute again if all prefix caches were lost now. It
     follows from how soon requests use again what is cached. Infinite: nobody knows."""
+    late_share: float = 0.0
+    """Share of the latest requests' prompt tokens that was cached, and last used between a quarter
+    and half of ``watched_tokens`` ago."""
+    watched_tokens: float = math.inf
+    """Prompt tokens of all requests since the node began."""
     smoothed_requests: float = 0.0
     """Requests on the node, waiting or not, smoothed over ``SMOOTHING_SECONDS``, without background
     requests."""

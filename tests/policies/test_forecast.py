@@ -1,8 +1,10 @@
 """What a partition is predicted to cost: in which direction every cause moves the prediction."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -189,17 +191,42 @@ def test_an_idle_node_has_a_best_layout() -> None:
     assert cost(seen, TP) < cost(seen, FOURS) < cost(seen, DP)
 
 
+def refill(**seen: Any) -> float:
+    """Return what caches lose, where half of the prompts' tokens is found."""
+    units = {key: seen.pop(key) for key in ("cached_tokens", "portable_tokens") if key in seen}
+    here = replace(node(DP, {0: 4}, rate=4.0), hit_share=0.5, prompt_tokens=1000.0)
+    units = {"cached_tokens": 10**6, "context_tokens": 0} | units
+    of_units = tuple(replace(unit, **units) for unit in here.units)
+    known = {"lost_tokens": 600.0, "watched_tokens": inf} | seen
+    return Forecast(replace(here, units=of_units, **known), MODEL).refill()
+
+
 def test_what_is_used_again_soon_is_lost_only_once() -> None:
-    """And of what is used again later nobody knows before the node was watched for as long."""
-    seen = replace(node(DP, {0: 4}, rate=4.0), hit_share=0.5, prompt_tokens=1000.0)
+    everything = refill(lost_tokens=inf)
+    assert refill() == pytest.approx(everything / 400)
+    assert refill(lost_tokens=1200.0) == pytest.approx(everything / 200)
+    assert refill(lost_tokens=inf, cached_tokens=300) == pytest.approx(everything / 100)
 
-    def refill(watched: float, lost: float, cached: int = 10**6) -> float:
-        units = tuple(replace(unit, cached_tokens=cached // 8) for unit in seen.units)
-        known = replace(seen, lost_tokens=lost, units=units)
-        return Forecast(known, MODEL, watched=watched).refill()
 
-    unknown, half, known = (refill(watched, 600.0) for watched in (0.0, 30.0, 1e9))
-    assert unknown == refill(1e9, inf) > 0
-    assert half == pytest.approx(unknown / 2 + known)
-    assert known == pytest.approx(unknown / 400)
-    assert refill(0.0, inf, cached=2400) == pytest.approx(unknown / 100)
+def test_what_was_not_watched_for_long_is_a_guess() -> None:
+    """A minute has 480,000 tokens of prompts. Each doubling of the time finds as much again."""
+    new = {"watched_tokens": 80_000.0, "late_share": math.log(2) / 100}
+    token = refill() / 600
+    assert refill(**new) == pytest.approx((600 + 4400) * token)
+    assert refill(**{**new, "late_share": 0.0}) == refill()
+    assert refill(**{**new, "watched_tokens": 960_000.0}) == refill()
+
+
+def test_what_a_switch_takes_along_is_not_lost() -> None:
+    assert refill(lost_tokens=inf, portable_tokens=10**6) == 0.0
+    half = refill(lost_tokens=inf, cached_tokens=600, portable_tokens=300)
+    assert half == refill(lost_tokens=inf, cached_tokens=300) > 0
+
+
+def test_caches_that_a_switch_takes_along_are_not_empty_after_it() -> None:
+    seen = replace(node(DP, {0: 4}, rate=4.0), hit_share=0.5, lost_tokens=600.0)
+    units = tuple(replace(unit, cached_tokens=100_000) for unit in seen.units)
+    assert Forecast(replace(seen, units=units), MODEL).empty_caches().memory == 1200.0
+    portable = tuple(replace(unit, portable_tokens=100_000) for unit in units)
+    assert Forecast(replace(seen, units=portable), MODEL).empty_caches().memory == 0.0
+    assert Forecast(replace(seen, hit_share=0.0), MODEL).empty_caches().memory == 0.0

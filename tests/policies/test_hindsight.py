@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from math import inf
+from math import exp, inf
 
 import pytest
 
@@ -10,6 +10,7 @@ from shoal.policies import hindsight
 from shoal.policies.hindsight import (
     AGAIN_SECONDS,
     HORIZONS,
+    EmptyCaches,
     Future,
     Hindsight,
     News,
@@ -111,11 +112,23 @@ def test_a_switch_must_pay_whether_what_happens_goes_on_or_not(
 
 
 def test_a_switch_must_also_pay_for_what_caches_lose() -> None:
-    """All who come meanwhile wait for it, too."""
     many = seen(*rate(40, 10))
-    worths = [foreseen(many, SINGLES, 0.02, TERMS, refill=seconds) for seconds in (0.0, 0.2, 5.0)]
-    assert worths[0] - worths[1] > 0.2 * 8, "each of ten seconds has many who wait"
-    assert worths[1] > worths[2]
+    cached = tuple(job._replace(new=10, prompt=1000) for job in many.latest)
+    many, slow = replace(many, latest=cached), replace(TERMS[Layout()].tp, token=1e-5)
+    dear = {layout: of._replace(tp=slow, sp=slow) for layout, of in TERMS.items()}
+
+    def worth(memory: float) -> float:
+        return foreseen(many, SINGLES, 0.02, dear, caches=EmptyCaches(memory))
+
+    assert worth(0.0) == foreseen(many, SINGLES, 0.02, dear)
+    assert worth(0.0) > worth(20_000.0) > worth(inf)
+
+
+def test_empty_caches_fill_again() -> None:
+    caches, job = EmptyCaches(1000.0), Job(0.0, new=100, prompt=500, output=1)
+    found = [caches.job(job).new for _ in range(3)]
+    assert found == [500, 100 + round(400 * exp(-0.5)), 100 + round(400 * exp(-1))]
+    assert EmptyCaches(0.0).job(job) == job
 
 
 def test_a_burst_that_has_just_begun_is_no_average_of_the_last_seconds() -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from shoal.policies.values.batch import NO_PROMPTS
 from shoal.policies.values.layouts import Layout, Unit, alone, tier_of
@@ -23,6 +24,7 @@ from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.carry_book import Carry
 from shoal.runtime.controller.books.core_book import CoreBook, Uncounted
 from shoal.runtime.controller.books.demand import NO_NEWS, Demand, Lengths, News, most_urgent
+from shoal.runtime.controller.books.ended_requests import portable_tokens
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.statistics import HANDOVER
 from shoal.runtime.controller.books.step_costs import StepCosts
@@ -63,8 +65,8 @@ class Capacity:
         self._forms_groups = True
         self._lengths = Lengths()
         self.latest: Snapshot | None = None
-        self._states: dict[Unit, tuple[Uncounted, UnitState]] = {}
-        """The latest state of every unit, with the uncounted requests that it was computed from."""
+        self._states: dict[Unit, tuple[Uncounted, Any, UnitState]] = {}
+        """The latest state of every unit, with what it was computed from."""
 
     def follow(self, policy: Policy) -> None:
         """From now on count groups as available only if this policy forms groups."""
@@ -236,16 +238,11 @@ class Capacity:
         """Return a unit's state. If nothing has changed, this is the object of the last call."""
         core = self._requests.core(group)
         serving, blocks = serving and core.load is not None, self._startable_blocks(core)
-        cached = self._prefixes.tokens(group)
-        uncounted, known = self._states.get(group, (None, None))
-        if (
-            known is None
-            or core.uncounted is not uncounted
-            or (known.serving, known.free_blocks, known.paused) != (serving, blocks, paused)
-            or known.cached_tokens != cached
-        ):
-            known = self._state(core, serving, blocks, paused, cached)
-            self._states[group] = core.uncounted, known
+        told = serving, blocks, paused, self._prefixes.tokens(group)
+        uncounted, before, known = self._states.get(group, (None, None, None))
+        if known is None or core.uncounted is not uncounted or before != told:
+            known = self._state(core, *told)
+            self._states[group] = core.uncounted, told, known
         return known
 
     def _state(
@@ -253,6 +250,7 @@ class Capacity:
     ) -> UnitState:
         group, limits = core.unit, self._engines.limits(core.unit)
         figures, uncounted = core.figures, core.uncounted
+        room = free_blocks * limits.block_tokens - figures.prompt_tokens
         places = limits.max_num_seqs + self._config.queued_ahead
         return UnitState(
             unit=group,
@@ -273,6 +271,7 @@ class Capacity:
             longest_tokens=figures.longest_tokens,
             paused=paused,
             cached_tokens=cached_tokens,
+            portable_tokens=portable_tokens(room) if self._config.copies_ahead else 0,
             group_limits=limits.group_limits,
         )
 
@@ -345,7 +344,8 @@ class Capacity:
         for unit in {carry.destination for carry in self._carries} - self._units.bound.keys():
             for group in self._units.bound:
                 if shared := set(group.engines).intersection(unit.engines):
-                    lacking = self._carried_blocks(unit) - self._spare(shared)
+                    ended = self._carries.ended_blocks(unit, self._engines.limits(unit))
+                    lacking = self._carried_blocks(unit) + ended - self._spare(shared)
                     wanted[group] = max(lacking, wanted.get(group, 0))
         return {group: blocks for group, blocks in wanted.items() if blocks > 0}
 

@@ -6,12 +6,13 @@ destination from then on. So exactly one of the two units has it, whatever happe
 
 import enum
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.protocol.messages import CarriedRequest
+from shoal.runtime.controller.books.request import Request
+from shoal.runtime.protocol.messages import CarriedRequest, LayoutLimits
 
 
 class CarryStage(enum.Enum):
@@ -42,6 +43,8 @@ class Carry(msgspec.Struct):
     """Clock time at which the current stage began."""
     reason: str
     """Why the requests leave: one of ``statistics.DEPARTURES``."""
+    ended: dict[str, Request] = {}
+    """Requests that have ended, by new names: what is cached of them is copied ahead."""
     stage: CarryStage = CarryStage.AHEAD
     announced: dict[str, CarriedRequest] = {}
     """What the source has said that requests will be when their last steps have ended."""
@@ -57,7 +60,7 @@ class Carry(msgspec.Struct):
     has_failed: bool = False
     """Whether the destination has said that it could not read the KV."""
     reserved: int = 0
-    """Blocks of the destination to which the requests' KV is copied ahead, or was."""
+    """Blocks of the destination to which the KV of ``ids`` is copied ahead, or was."""
 
 
 class CarryBook:
@@ -80,11 +83,19 @@ class CarryBook:
         return self._carries.get(number)
 
     def begin(
-        self, source: Unit, destination: Unit, ids: set[str], reason: str, *, now: float
+        self,
+        source: Unit,
+        destination: Unit,
+        ids: set[str],
+        reason: str,
+        *,
+        now: float,
+        ended: Iterable[Request] = (),
     ) -> Carry:
         """Note a carry that begins; no engine has been asked for an answer."""
         self._last += 1
-        carry = Carry(self._last, source, destination, ids, math.inf, now, reason)
+        named = {f"{request.id}-cached": request for request in ended}
+        carry = Carry(self._last, source, destination, ids, math.inf, now, reason, named)
         self._carries[carry.number] = carry
         return carry
 
@@ -98,6 +109,15 @@ class CarryBook:
         del self._carries[carry.number]
         if carry.destination.tier:
             self.parked_at[carry.source] = now
+
+    def ended_blocks(self, unit: Unit, limits: LayoutLimits) -> int:
+        """Return how many blocks of a unit requests take that have ended, when they are copied."""
+        return sum(
+            limits.blocks(request.seen.prompt_tokens)
+            for carry in self._carries.values()
+            if carry.destination == unit
+            for request in carry.ended.values()
+        )
 
     def take(self, request_id: str) -> Unit | None:
         """Take a request out of its carry because it ends.

@@ -15,6 +15,8 @@ from shoal.runtime.controller.books.prompt_hashes import PromptHashes
 
 SHARE_KEPT = 1 - 1 / 300
 """How much a request leaves of the weight of those before it, in the share of cached tokens."""
+LATE_POWER = 2
+"""What was found when n tokens had been watched counts as much as this power of n."""
 
 
 class UnitPrefixes:
@@ -40,13 +42,10 @@ class UnitPrefixes:
             found += 1
         return found
 
-    def idle(self, prompt: PromptHashes, stretches: int, now: int) -> int:
-        """Return for how long each token of a prompt's first stretches was not used, added up."""
+    def ages(self, prompt: PromptHashes, stretches: int, now: int) -> list[tuple[int, int]]:
+        """Return for how long each of a prompt's first stretches was not used, and its tokens."""
         known = prompt.hashes[:stretches]
-        tokens = [self._stretches[stretch] for stretch in known]
-        return now * sum(tokens) - sum(
-            self._used[one] * n for one, n in zip(known, tokens, strict=True)
-        )
+        return [(now - self._used[one], self._stretches[one]) for one in known]
 
     def put(self, prompt: PromptHashes, now: int = 0) -> None:
         """Note that a prompt is computed, or was used until now.
@@ -82,6 +81,11 @@ class Hits(NamedTuple):
     If what requests find was last used n tokens of prompts ago, then this is what the next n tokens
     of prompts would have found: after them, all that is found has been used since then.
     """
+    late_share: float
+    """Share of their prompt tokens that was last used between a quarter and half of
+    ``watched_tokens`` ago: what is used again even later can only be guessed from that."""
+    watched_tokens: float
+    """Prompt tokens of all requests so far."""
 
 
 class PrefixBook:
@@ -96,7 +100,7 @@ class PrefixBook:
     def __init__(self, capacity: Callable[[Unit], int]) -> None:
         self._capacity = capacity
         self._units: dict[Unit, UnitPrefixes] = {}
-        self._asked = self._found = self._idle = 0.0
+        self._asked = self._found = self._idle = self._late = 0.0
         self._now = 0
         """Prompt tokens of all requests so far: the clock by which it is told what is used again,
         and how soon."""
@@ -105,8 +109,9 @@ class PrefixBook:
     def hits(self) -> Hits:
         """What the latest requests were expected to find."""
         if not self._asked:
-            return Hits(0.0, 0.0)
-        return Hits(self._found / self._asked, self._idle / self._asked)
+            return Hits(0.0, 0.0, 0.0, 0.0)
+        shares = (self._found / self._asked, self._idle / self._asked)
+        return Hits(*shares, self._late, self._now)
 
     def tokens(self, unit: Unit) -> int:
         """Return how many tokens of prompts a unit has cached."""
@@ -124,6 +129,11 @@ class PrefixBook:
         found = {u: self._units[u].find(prompt) for u in units if u in self._units}
         return {unit: stretches for unit, stretches in found.items() if stretches}
 
+    def has(self, prompt: PromptHashes, unit: Unit) -> bool:
+        """Return whether a unit has cached all of a prompt that has hashes."""
+        known = self._units.get(unit)
+        return known is not None and known.find(prompt) == len(prompt.hashes)
+
     def place(self, prompt: PromptHashes, tokens: int, unit: Unit) -> int:
         """Note that a unit computes a prompt from now on.
 
@@ -137,11 +147,15 @@ class PrefixBook:
         """
         stretches = self.where(prompt, (unit,)).get(unit, 0)
         found = prompt.tokens(stretches)
-        idle = self._units[unit].idle(prompt, stretches, self._now) if stretches else 0
+        ages = self._units[unit].ages(prompt, stretches, self._now) if stretches else []
+        late = sum(n for age, n in ages if self._now / 4 <= age < self._now / 2)
         self._asked = SHARE_KEPT * self._asked + tokens
         self._found = SHARE_KEPT * self._found + found
-        self._idle = SHARE_KEPT * self._idle + idle
+        self._idle = SHARE_KEPT * self._idle + sum(age * n for age, n in ages)
         self.use(prompt, unit)
+        # What was watched first is soon of no account: a quarter of it was then a moment.
+        kept = (self._now / (self._now + tokens)) ** LATE_POWER if tokens else 1.0
+        self._late = kept * self._late + (1 - kept) * late / max(1, tokens)
         self._now += tokens
         return found
 

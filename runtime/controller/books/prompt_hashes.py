@@ -10,6 +10,7 @@ equal tokens are equal bytes. A stretch is ``LEAST_BYTES`` long, and further on 
 The hash is Python's own, whose key each process draws: nobody can make two prompts collide.
 """
 
+from collections.abc import Collection
 from itertools import takewhile
 
 import msgspec
@@ -46,6 +47,11 @@ class PromptHashes(msgspec.Struct, frozen=True):
     def tokens(self, stretches: int) -> int:
         """Return about how many tokens lie in the first ``stretches`` stretches."""
         return int(ENDS[stretches - 1] / self.token_bytes) if stretches else 0
+
+    def tokens_beside(self, known: Collection[int]) -> int:
+        """Return how many of its tokens are in none of some stretches, whose hashes are known."""
+        common = sum(1 for _ in takewhile(known.__contains__, self.hashes))
+        return self.tokens(len(self.hashes)) - self.tokens(common)
 
 
 NO_HASHES = PromptHashes()

@@ -10,6 +10,7 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.controller.books.core_book import CoreBook
+from shoal.runtime.controller.books.ended_requests import EndedRequests
 from shoal.runtime.controller.books.held_bytes import Finished
 from shoal.runtime.controller.books.pool import TaskPool
 from shoal.runtime.controller.books.prefix_book import PrefixBook
@@ -29,9 +30,11 @@ class RequestBook:
     Attributes:
         held: the bytes of all requests that have come and not left.
         finished: requests that have left, but may have to begin again.
+        ended: requests that have left, whose prompts are still cached.
     """
 
     def __init__(self, units: UnitBook, pool: TaskPool, prefixes: PrefixBook) -> None:
+        self.ended = EndedRequests(prefixes)
         self.pool = pool
         self.held = pool.held
         self.finished = Finished()
@@ -132,6 +135,7 @@ class RequestBook:
         ended = [request for request in removed if request is not None]
         for request in ended:
             self._prefixes.use(request.prompt, load.unit)
+            self.ended.put(request, load.unit)
         return ended
 
     def forget_cores(self, leader: int) -> None:

@@ -11,9 +11,10 @@ a carry can be given up: the source goes on with the requests (``Keep``).
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 
-from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.layouts import Unit
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.carry_book import Carry, CarryStage
@@ -22,7 +23,7 @@ from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.request import Request
 from shoal.runtime.controller.books.statistics import SWITCH
 from shoal.runtime.controller.switching.carry_tally import Tally
-from shoal.runtime.controller.switching.destinations import Destinations, is_led_alike
+from shoal.runtime.controller.switching.destinations import Destinations, is_led_alike, reachable
 from shoal.runtime.controller.switching.precopy import PreCopies
 from shoal.runtime.controller.switching.taking_over import TakingOver
 from shoal.runtime.protocol import messages as m
@@ -41,9 +42,7 @@ class Carries:
 
     def __init__(self, env: Environment, books: Books, capacity: Capacity) -> None:
         self._timeout = env.config.prepare_timeout_seconds
-        config = env.config
-        # What was copied ahead is found as a cached prefix.
-        self._precopy_tokens = config.precopy_tokens if config.caches_prefixes else 0
+        self._precopy_tokens = env.config.precopy_tokens if env.config.copies_ahead else 0
         self._transport = env.transport
         self._clock = env.clock
         self._engines = books.engines
@@ -84,31 +83,35 @@ class Carries:
 
     def tally(self) -> Tally:
         """Return a tally of all that carries do from now on, until the next call."""
-        self._tally = Tally()
+        self._tally = self._ahead.tally = Tally()
         return self._tally
 
     # --- begin --------------------------------------------------------------------------------
 
     def copy_ahead(self, cores: Iterable[CoreBook], units: Iterable[Unit]) -> bool:
-        """Begin to copy ahead of the carries of some cores, if their requests are long enough.
+        """Begin to copy ahead of the carries of some cores, if there is enough to copy.
+
+        What is cached of requests that have ended goes, too, as far as there is room for it.
 
         Returns:
             Whether anything is copied. If so, ``begin`` follows when ``copies_ahead`` is false.
         """
-        reachable = list(self._reachable(cores))
-        tokens = sum(core.figures.prompt_tokens for core in reachable)
+        running = {core.unit: core for core in reachable(cores, self._engines)}
+        ended = self._ahead.ended(units := tuple(units))
+        tokens = sum(core.figures.prompt_tokens for core in running.values())
+        tokens += sum(one.seen.prompt_tokens for one in chain(*ended.values()))
         if not self._precopy_tokens or tokens < self._precopy_tokens:
             return False
         self._destinations = Destinations(self._books, self._capacity, units, self.apart)
         begun: list[Carry] = []
-        for core in reachable:
-            innocent = [request for request in core.requests.values() if not request.suspect]
-            divided = self._destinations.divide(core.unit, innocent)
-            divided.pop(None, None)
+        for source in dict.fromkeys((*running, *ended)):
+            requests = running[source].requests.values() if source in running else ()
+            innocent = [request for request in requests if not request.suspect]
+            divided = self._destinations.divide(source, innocent)
+            spread = self._destinations.spread(source, ended.get(source, ()))
             begun += [
-                self._expect(core.unit, unit, them, SWITCH)
-                for unit, them in divided.items()
-                if unit
+                self._expect(source, unit, divided.get(unit, ()), SWITCH, spread.get(unit, ()))
+                for unit in sorted({unit for unit in divided if unit} | spread.keys())
             ]
         self._ahead.begin(begun)
         return self.copies_ahead
@@ -131,7 +134,7 @@ class Carries:
             self._export_rest(carry)
         self._destinations = Destinations(self._books, self._capacity, units, self.apart)
         leaving, left = self._book.ids, list[Request]()
-        for core in self._reachable(cores):
+        for core in reachable(cores, self._engines):
             unit = core.unit
             requests = [r for r in core.requests.values() if r.id not in leaving]
             suspects = [request.id for request in requests if request.suspect]
@@ -149,16 +152,9 @@ class Carries:
         If that one dies meanwhile, they stay.
         """
         self._destinations = Destinations(self._books, self._capacity, ())
-        if list(self._reachable([self._requests.core(source)])):
+        if list(reachable([self._requests.core(source)], self._engines)):
             carry = self._expect(source, destination, requests, reason)
             self._export(carry, [request.id for request in requests])
-
-    def _reachable(self, cores: Iterable[CoreBook]) -> Iterator[CoreBook]:
-        """Yield the cores that have requests and whose engines can answer."""
-        for core in cores:
-            is_whole = self._engines.gone.isdisjoint(core.unit.engines)
-            if core.requests and is_whole and self._engines.serves(alone(core.unit.leader)):
-                yield core
 
     def _ask(self, source: Unit, requests: Sequence[Request], reason: str) -> list[Request]:
         """Send requests on their way; return those that no unit can take."""
@@ -171,12 +167,20 @@ class Carries:
             self._export(carry, [request.id for request in chosen])
         return left
 
-    def _expect(self, source: Unit, unit: Unit, requests: Sequence[Request], reason: str) -> Carry:
+    def _expect(
+        self,
+        source: Unit,
+        unit: Unit,
+        requests: Sequence[Request],
+        reason: str,
+        ended: Sequence[Request] = (),
+    ) -> Carry:
         """Begin a carry: tell the destination what will come."""
         now, ids = self._clock(), {request.id for request in requests}
-        carry = self._book.begin(source, unit, ids, reason, now=now)
+        carry = self._book.begin(source, unit, ids, reason, now=now, ended=ended)
         frames = {request.id: request.payload for request in requests}
-        self._send(unit, m.Expect(carry.number, unit, frames))
+        prefixes = {name: request.payload for name, request in carry.ended.items()}
+        self._send(unit, m.Expect(carry.number, unit, frames, prefixes))
         return carry
 
     def _export_rest(self, carry: Carry) -> None:
@@ -187,7 +191,8 @@ class Carries:
         if carry.ids:
             self._export(carry, sorted(carry.ids))
         else:
-            self._forget(carry)
+            # A new group keeps what is cached for it as long as it expects anything.
+            self._enter(carry, CarryStage.EXPORTED, math.inf)
 
     def _export(self, carry: Carry, ids: list[str]) -> None:
         now = self._clock()
@@ -207,15 +212,7 @@ class Carries:
 
     def copied_ahead(self, message: m.AheadAnswer) -> bool:
         """Take an answer to a message of a pre-copy; return False if nothing awaits it."""
-        match message:
-            case m.Pinned():
-                return self._ahead.pinned(message)
-            case m.Reserved():
-                return self._ahead.reserved(message)
-            case m.CopiedAhead():
-                taken = self._ahead.copied(message)
-                self._tally.precopied_bytes += message.bytes if taken else 0
-                return taken
+        return self._ahead.take(message)
 
     def announced(self, message: m.Leaving) -> bool:
         """Take what a source foretells; return False if no carry awaits its answer."""

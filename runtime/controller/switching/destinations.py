@@ -1,16 +1,18 @@
 """Which unit each request is carried to."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from shoal.policies.unit_costs import UnitCosts
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.plan import Room
 from shoal.policies.values.snapshot import NORMAL_PRIORITY
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
+from shoal.runtime.controller.books.core_book import CoreBook
+from shoal.runtime.controller.books.engine_book import EngineBook
 from shoal.runtime.controller.books.request import Request
 
 
@@ -34,6 +36,8 @@ class Destinations:
         self._rooms = {
             unit: Room(capacity.unit_state(unit, serving=True, paused=0)) for unit in units
         }
+        self._cached = Counter[Unit]()
+        """Tokens that each unit gets of requests that have ended."""
         latest = capacity.latest
         self._cost = None if latest is None else UnitCosts(latest)
 
@@ -64,6 +68,20 @@ class Destinations:
                 self._rooms[unit].take(request.seen)
         return divided
 
+    def spread(self, source: Unit, ended: Iterable[Request]) -> dict[Unit, list[Request]]:
+        """Return requests that have ended on a unit, by the unit that gets what is cached of them.
+
+        It is one that shares an engine with the source, and has got the fewest tokens so far.
+        """
+        spread: defaultdict[Unit, list[Request]] = defaultdict(list)
+        near = [u for u in self._rooms if u != source and set(u.engines) & set(source.engines)]
+        near = [unit for unit in near if self._engines.takes(unit)]
+        for request in ended if near else ():
+            unit = min(near, key=lambda one: (self._cached[one] / one.size, one))
+            self._cached[unit] += request.seen.prompt_tokens
+            spread[unit].append(request)
+        return spread
+
     def _tokens(self, units: Iterable[Unit]) -> dict[Unit, float]:
         rooms = {unit: self._rooms[unit] for unit in units}
         return {
@@ -90,6 +108,14 @@ class Destinations:
         near = [unit for unit in able if not set(unit.engines).isdisjoint(source.engines)]
         ranks = rank(near or able)
         return min(ranks, key=lambda unit: (ranks[unit], unit), default=None)
+
+
+def reachable(cores: Iterable[CoreBook], engines: EngineBook) -> Iterator[CoreBook]:
+    """Yield the cores that have requests and whose engines can answer."""
+    for core in cores:
+        is_whole = engines.gone.isdisjoint(core.unit.engines)
+        if core.requests and is_whole and engines.serves(alone(core.unit.leader)):
+            yield core
 
 
 def is_led_alike(source: Unit, destination: Unit) -> bool:

@@ -18,11 +18,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.carry_book import Carry
 from shoal.runtime.controller.books.environment import Environment
+from shoal.runtime.controller.books.request import Request
+from shoal.runtime.controller.switching.carry_tally import Tally
 from shoal.runtime.protocol import messages as m
 
 log = logging.getLogger("shoal.controller")
@@ -61,6 +63,8 @@ class PreCopy(msgspec.Struct):
     host_bytes: int = 0
     is_good: bool = True
     """Whether all that was read so far can be used."""
+    ended: list[Request] = []
+    """The requests that have ended of which something is read."""
 
 
 class PreCopies:
@@ -85,10 +89,13 @@ class PreCopies:
         self._engines = books.engines
         self._units = books.units
         self._leases = books.leases
+        self._requests = books.requests
         self._statistics = books.statistics.carries
         self._capacity = capacity
         self._send = send
         self._all: dict[int, PreCopy] = {}
+        self.tally = Tally()
+        """Of the present switch's carries."""
 
     @property
     def running(self) -> bool:
@@ -107,6 +114,19 @@ class PreCopies:
 
     # --- the stages ---------------------------------------------------------------------------
 
+    def ended(self, target: Collection[Unit]) -> dict[Unit, list[Request]]:
+        """Return the requests that have ended, of which units that a partition lacks have caches.
+
+        There are only as many as there is room for.
+        """
+        found = dict[Unit, list[Request]]()
+        for unit in self._units.partition:
+            is_whole = self._engines.gone.isdisjoint(unit.engines)
+            if unit not in target and is_whole and self._engines.serves(alone(unit.leader)):
+                state = self._capacity.unit_state(unit, serving=True, paused=0)
+                found[unit] = self._requests.ended.choose(unit, state.portable_tokens)
+        return {unit: requests for unit, requests in found.items() if requests}
+
     def begin(self, carries: Iterable[Carry]) -> None:
         """Begin to copy ahead of carries; their destinations have been told what to expect.
 
@@ -118,15 +138,26 @@ class PreCopies:
             self._leases.shrink(group, blocks)
         for carry in carries:
             self._all[carry.number] = PreCopy(carry, now, now + self._timeout)
-            pin = m.Pin(carry.number, carry.source, sorted(carry.ids))
-            self._send(carry.source, pin)
+            prefixes = {name: request.id for name, request in carry.ended.items()}
+            self._send(carry.source, m.Pin(carry.number, carry.source, sorted(carry.ids), prefixes))
+
+    def take(self, message: m.AheadAnswer) -> bool:
+        """Take an engine's answer; return False if nothing awaits it."""
+        match message:
+            case m.Pinned():
+                return self.pinned(message)
+            case m.Reserved():
+                return self.reserved(message)
+            case m.CopiedAhead():
+                return self.copied(message)
 
     def pinned(self, message: m.Pinned) -> bool:
         """Take a source's answer; return False if no pre-copy awaits it."""
         ahead = self._at(message.carry, AheadStage.PINNING)
         if ahead is None:
             return False
-        ahead.pinned = [each for each in message.requests if each.request_id in ahead.carry.ids]
+        expected = ahead.carry.ids | ahead.carry.ended.keys()
+        ahead.pinned = [each for each in message.requests if each.request_id in expected]
         # The other sources, for which it waits, have deadlines.
         ahead.stage, ahead.deadline = AheadStage.PINNED, math.inf
         if not ahead.pinned:
@@ -163,7 +194,8 @@ class PreCopies:
         """Go on with the carries to a unit that has been lent blocks, or needs none.
 
         Requests of several sources that find no room together take turns (``carries.py``). They are
-        not copied ahead, because what one source has ahead would take the room of all.
+        not copied ahead, because what one source has ahead would take the room of all. Before that
+        what is cached of ended requests is left out.
         """
         if self._leases.grows(destination) and destination not in self._units.bound:
             return
@@ -171,6 +203,9 @@ class PreCopies:
         is_new = destination.is_group and destination not in self._units.bound
         if is_new and len(lending) > 1:
             opened = self._leases.opened.get(destination, 0)
+            if opened < self._filled(destination, lending):
+                for ahead in lending:
+                    ahead.pinned = [request for request in ahead.pinned if not request.is_prefix]
             if opened < self._filled(destination, lending):
                 for ahead in lending:
                     self._end(ahead, "nothing")
@@ -190,7 +225,10 @@ class PreCopies:
             self._end(ahead, "nothing")
             return True
         carry, number = ahead.carry, ahead.carry.number
-        taken = (request.target[carry.destination.leader] for request in message.requests)
+        named = {request.request_id for request in message.requests}
+        ahead.ended = [request for name, request in carry.ended.items() if name in named]
+        running = (one for one in message.requests if one.request_id in carry.ids)
+        taken = (request.target[carry.destination.leader] for request in running)
         carry.reserved = sum(bool(block) for groups in taken for ids in groups for block in ids)
         self._enter(ahead, AheadStage.COPYING)
         self._leases.hold(carry.destination)
@@ -207,6 +245,7 @@ class PreCopies:
         if ahead is None or message.unit not in ahead.readers:
             return False
         ahead.bytes += message.bytes
+        self.tally.precopied_bytes += message.bytes
         ahead.host_bytes += message.host_bytes
         if message.problem:
             log.warning("KV was not copied ahead of a switch: %s", message.problem)
@@ -233,6 +272,8 @@ class PreCopies:
             # Where there is nothing to copy, the destination may have all of it in its cache.
             copied = outcome != "stopped"
             self._send(carry.destination, m.Settle(carry.number, carry.destination, copied))
+        for request in ahead.ended if outcome == "copied" else ():
+            self._requests.ended.copied(request, carry.destination)
         if stage is not AheadStage.STOPPED:
             self._count(ahead, outcome)
             self._send(carry.source, m.Unpin(carry.number, carry.source))

@@ -14,6 +14,7 @@ would have free blocks, and the others, which have none, would keep the group fr
 import logging
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.clock import Clock
@@ -132,7 +133,10 @@ class Carrying:
         """Prepare requests that are about to come."""
         self._expected[message.carry] = message
         self._unbuilt[message.carry] = unbuilt = dict(reversed(message.frames.items()))
-        self._work.add(message.carry, self._build(self._backend.cores[message.unit], unbuilt))
+        core = self._backend.cores[message.unit]
+        self._work.add(message.carry, self._build(core, unbuilt))
+        if message.prefixes:
+            self._work.add(message.carry, self._build_prefixes(core, message))
 
     def _build(self, core: Core, unbuilt: dict[str, Frames]) -> Iterator[None]:
         while unbuilt:
@@ -141,6 +145,14 @@ class Carrying:
                 core.expect(request_id, frames)
             except ValueError as error:
                 self._refused[request_id] = frames, error
+            yield
+
+    def _build_prefixes(self, core: Core, message: m.Expect) -> Iterator[None]:
+        for name, frames in message.prefixes.items():
+            if message.carry not in self._expected:
+                return  # the pre-copy was given up
+            with suppress(ValueError):
+                core.expect_prefix(name, frames)
             yield
 
     def expects(self, core: Core) -> bool:
@@ -154,12 +166,12 @@ class Carrying:
 
     def take_in(self, message: m.Import) -> None:
         """Take note of requests that have come, and forget expected ones that do not come."""
+        announced = self._expected.pop(message.carry, None)
         self._work.finish(message.carry)
         self._unbuilt.pop(message.carry, None)
         allotment = self._allotting.end(message)
         come = {request.request_id for request in message.requests}
-        announced = self._expected.pop(message.carry, None)
-        expected = [] if announced is None else list(announced.frames)
+        expected = [] if announced is None else [*announced.frames, *announced.prefixes]
         self._backend.cores[message.unit].abort([id_ for id_ in expected if id_ not in come])
         for request_id in expected:
             refused = self._refused.pop(request_id, None)

@@ -12,6 +12,9 @@ from shoal.runtime.engine.agent.sliced_work import SlicedWork
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
 
+PINNED_AT_ONCE = 8
+"""Requests that have ended, of which the core looks up at once what is cached."""
+
 
 class CopyingAhead:
     """Answers the messages of pre-copies.
@@ -37,7 +40,7 @@ class CopyingAhead:
         """Do what the controller says."""
         match message:
             case m.Pin():
-                self._pin(message)
+                self._work.add(message.carry, self._pin(message))
             case m.Reserve():
                 self._work.add(message.carry, self._reserve(message))
             case m.CopyAhead():
@@ -46,29 +49,36 @@ class CopyingAhead:
                 # After ``Reserve``, of which some may be left to do.
                 self._work.add(message.carry, self._settle(message))
             case m.Unpin():
-                self._unpin(message)
+                # After ``Pin``, of which some may be left to do.
+                self._work.add(message.carry, self._unpin(message))
 
     # --- as the source ---
 
-    def _pin(self, message: m.Pin) -> None:
-        """Hold what requests have filled, and answer."""
-        requests = self._backend.cores[message.unit].pin(message.carry, message.request_ids)
+    def _pin(self, message: m.Pin) -> Iterator[None]:
+        """Hold what requests have filled, and what is cached of those that have ended; answer."""
+        core, names = self._backend.cores[message.unit], list(message.prefixes)
+        requests = core.pin(message.carry, message.request_ids)
+        for first in range(0, len(names), PINNED_AT_ONCE):
+            yield
+            some = {n: message.prefixes[n] for n in names[first : first + PINNED_AT_ONCE]}
+            requests += core.pin(message.carry, [], some)
         self._transport.to_controller(
             m.Pinned(message.carry, self._backend.engine, message.unit, requests)
         )
+        yield
 
-    def _unpin(self, message: m.Unpin) -> None:
+    def _unpin(self, message: m.Unpin) -> Iterator[None]:
         """Hold it no longer."""
-        core = self._backend.cores.get(message.unit)
-        if core is not None:  # a group that is formed anew has no core
-            core.unpin(message.carry)
+        # A group that is formed anew has no core.
+        while (core := self._backend.cores.get(message.unit)) and not core.unpin(message.carry):
+            yield
 
     # --- as the destination ---
 
     def _reserve(self, message: m.Reserve) -> Iterator[None]:
-        """Take blocks, first for the longest request, and answer."""
+        """Take blocks, first for the longest request, last for those that have ended; answer."""
         core, taken = self._backend.cores[message.unit], list[m.AheadRequest]()
-        for request in sorted(message.requests, key=lambda r: r.computed, reverse=True):
+        for request in sorted(message.requests, key=lambda r: (r.is_prefix, -r.computed)):
             taken += core.reserve(message.carry, message.source, [request])
             yield
         self._reserved[message.carry] = {each.request_id: each.end for each in taken}
@@ -80,7 +90,7 @@ class CopyingAhead:
 
     def _promise(self, core: Core, message: m.Reserve) -> Iterator[None]:
         """Give requests the blocks that they need when they come, while the first are read into."""
-        for request in message.requests:
+        for request in (each for each in message.requests if not each.is_prefix):
             core.promise(message.carry, request.request_id)
             yield
 
@@ -89,10 +99,11 @@ class CopyingAhead:
         reserved = self._reserved.pop(message.carry, {})
         if message.copied:
             self._copied[message.carry] = reserved
-        core = self._backend.cores.get(message.unit)
-        if core is not None:
-            core.settle(message.carry, copied=message.copied)
-        yield
+        copied = message.copied
+        while (core := self._backend.cores.get(message.unit)) is not None:
+            if core.settle(message.carry, copied=copied):
+                break
+            yield
 
     def arrive(self, carry: int) -> dict[str, int]:
         """Return up to which token requests, which arrive now, are copied already."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.agent.copies_ahead import CopiesAhead
 from shoal.runtime.engine.agent.results import (
     Adoption,
     Collected,
@@ -19,7 +20,6 @@ from shoal.runtime.engine.agent.results import (
 )
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.protocol.messages import (
-    AheadRequest,
     CarriedRequest,
     LayoutLimits,
     Mode,
@@ -36,7 +36,7 @@ def plain_lease(lease: Lease) -> dict[int, list[int]]:
     return {engine: list(blocks) for engine, blocks in lease.items()}
 
 
-class Core(Protocol):
+class Core(CopiesAhead, Protocol):
     """One unit's scheduler and its way to the runners.
 
     No method blocks on a step. A *safe point* is any moment outside ``dispatch``.
@@ -101,6 +101,15 @@ class Core(Protocol):
             ValueError: see ``add``.
         """
 
+    def expect_prefix(self, name: str, frames: Sequence[Any]) -> None:
+        """Prepare for what another unit has cached of a request that has ended.
+
+        Until ``abort`` it is an expected request of this name, which only ``reserve`` is told of.
+
+        Raises:
+            ValueError: see ``add``.
+        """
+
     def allot(self, request: CarriedRequest) -> bool:
         """Give an expected request, as it was announced, its blocks; return whether it has them.
 
@@ -155,51 +164,6 @@ class Core(Protocol):
     @property
     def copies(self) -> int:
         """Copies into this core's blocks that were begun and have not been returned as ended."""
-
-    # --- blocks that are copied ahead, while the requests still run elsewhere ---
-
-    def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:
-        """Hold the blocks that requests have filled, and describe them; computing goes on.
-
-        Until ``unpin`` nobody else gets these blocks, even if a request ends or is preempted. A
-        description has only whole blocks that no step in flight still writes to. Requests without
-        such blocks, and unknown ids, are left out; so are all if the core caches no prefixes.
-        """
-
-    def unpin(self, carry: int) -> None:
-        """Let go of what ``pin`` holds for a carry; unknown carries are ignored."""
-
-    def reserve(
-        self, carry: int, source: Unit, requests: Sequence[CarriedRequest]
-    ) -> list[AheadRequest]:
-        """Take free blocks for what requests, which are expected, have filled elsewhere.
-
-        The core need not serve. What is not a whole block of this core is left out, and what its
-        prefix cache has already; so are requests for which there are not enough free blocks.
-        """
-
-    def promise(self, carry: int, request_id: str) -> None:
-        """Give a request whose first blocks are reserved the next ones, too, if there is room.
-
-        ``allot`` and ``adopt`` then have little to do. Unknown carries and requests are ignored.
-        """
-
-    def settle(self, carry: int, *, copied: bool) -> None:
-        """Take note that nobody writes to reserved blocks any more; unknown carries are ignored.
-
-        Args:
-            carry: the carry.
-            copied: whether they hold the KV. Then they are in the prefix cache from now on, and
-                ``adopt`` finds them there. Each request's are held until it is adopted or aborted.
-        """
-
-    def copy_ahead(
-        self, carry: int, source: Unit, target: Unit, requests: Sequence[AheadRequest]
-    ) -> None:
-        """Tell the runners of this unit that belong to ``target`` to read reserved blocks."""
-
-    def copied_ahead(self) -> list[tuple[int, Copied]]:
-        """Return the copies of ``copy_ahead`` that have ended since the last call, by carry."""
 
     # --- steps ---
 

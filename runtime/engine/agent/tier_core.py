@@ -10,12 +10,13 @@ own blocks held, and requests leave it as they would leave an engine alone. The 
 copies them beside its steps.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import structs
 
 from shoal.policies.values.layouts import Unit, tier_of
+from shoal.runtime.engine.agent.copies_ahead import NO_PREFIXES
 from shoal.runtime.engine.agent.results import Adoption, Collected, Copied, CoreLoad
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Fallback, Mode, Work
@@ -83,6 +84,10 @@ class TierCore:
         """See ``Core.expect``: there is nothing to prepare."""
         del frames
         self._expected.add(request_id)
+
+    def expect_prefix(self, name: str, frames: Sequence[Any]) -> None:
+        """See ``Core.expect_prefix``: a tier caches nothing."""
+        del name, frames
 
     def allot(self, request: CarriedRequest) -> bool:
         """See ``Core.allot``: ``adopt`` takes no time, so it is left to that."""
@@ -197,13 +202,17 @@ class TierCore:
         del frames, tokens, patience
         raise ValueError("nothing is computed in the host's memory")
 
-    def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:
+    def pin(
+        self, carry: int, request_ids: Sequence[str], prefixes: Mapping[str, str] = NO_PREFIXES
+    ) -> list[CarriedRequest]:
         """See ``Core.pin``: nothing is copied ahead of what stands still."""
-        del carry, request_ids
+        del carry, request_ids, prefixes
         return []
 
-    def unpin(self, carry: int) -> None:
+    def unpin(self, carry: int) -> bool:
         """See ``Core.unpin``."""
+        del carry
+        return True
 
     def reserve(
         self, carry: int, source: Unit, requests: Sequence[CarriedRequest]
@@ -215,8 +224,10 @@ class TierCore:
     def promise(self, carry: int, request_id: str) -> None:
         """See ``Core.promise``."""
 
-    def settle(self, carry: int, *, copied: bool) -> None:
+    def settle(self, carry: int, *, copied: bool) -> bool:
         """See ``Core.settle``."""
+        del carry, copied
+        return True
 
     def copy_ahead(
         self, carry: int, source: Unit, target: Unit, requests: Sequence[AheadRequest]

@@ -99,6 +99,29 @@ class FakeAhead:
                 pinned.append(self._describe(request, blocks))
         return pinned
 
+    def pin_cached(
+        self, carry: int, ended: Mapping[str, FakeRequest | None]
+    ) -> list[CarriedRequest]:
+        """Do the same with what is cached of requests that have ended, by new names.
+
+        A step in flight may be about to write what is cached already.
+        """
+        pinned = list[CarriedRequest]()
+        unsure = {
+            block
+            for other in self._scheduler.requests
+            for block in other.blocks[other.computed // self._size :]
+        }
+        for name, request in ended.items():
+            if request is None or not self._scheduler.looks_up(request):
+                continue
+            found = self._pool.find(request.prefixes(self._size))
+            if blocks := list(takewhile(lambda block: block not in unsure, found)):
+                self._pool.hold(blocks)
+                self._pins.setdefault(carry, []).extend(reversed(blocks))
+                pinned.append(self._describe(request, blocks).as_prefix(name))
+        return pinned
+
     def _describe(self, request: FakeRequest, blocks: list[int]) -> CarriedRequest:
         tokens, computed = list(request.generated), len(blocks) * self._size
         ids = {engine: [of] for engine, of in self._physical(blocks).items()}
@@ -148,7 +171,8 @@ class FakeAhead:
         self._pool.hold(blocks)
         blocks += self._pool.take(lacking)
         by_hash.update(zip(hashes, blocks, strict=True))
-        return Reservation(request, blocks, begin, self._memory.knows(carried.blocks))
+        known = self._memory.knows(carried.blocks)
+        return Reservation(request, blocks, begin, known, is_wanted=not carried.is_prefix)
 
     def settle(self, carry: int, *, copied: bool) -> None:
         """See ``Core.settle``."""

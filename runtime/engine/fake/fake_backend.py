@@ -16,7 +16,7 @@ from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
 from shoal.runtime.engine.agent.mixed_steps import mixed_limit
 from shoal.runtime.engine.agent.step_mode import sp_floor
-from shoal.runtime.engine.fake.fake_core import FakeCore, OnStart, Surroundings
+from shoal.runtime.engine.fake.fake_core import FakeCore
 from shoal.runtime.engine.fake.fake_group_core import FakeGroupCore
 from shoal.runtime.engine.fake.fake_own_core import FakeOwnCore
 from shoal.runtime.engine.fake.fake_tier_core import FakeTierCore
@@ -29,6 +29,7 @@ from shoal.runtime.engine.fake.step_times import (
     constant,
     no_hops,
 )
+from shoal.runtime.engine.fake.surroundings import OnStart, Surroundings
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import LayoutLimits, Shares, Startup
 

@@ -2,14 +2,12 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.clock import Clock
-from shoal.runtime.config import FakeSettings
+from shoal.runtime.engine.agent.copies_ahead import NO_PREFIXES
 from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.agent.results import (
     Adoption,
@@ -29,37 +27,15 @@ from shoal.runtime.engine.fake.fake_leaving import FakeLeaving
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.engine.fake.fake_scheduler import Batch, FakeScheduler
 from shoal.runtime.engine.fake.fake_vacated import holders, vacate
-from shoal.runtime.engine.fake.faults import Faults, Seam
+from shoal.runtime.engine.fake.faults import Seam
 from shoal.runtime.engine.fake.step_times import (
-    Devices,
     DeviceStep,
-    HopTimes,
-    StepTimes,
     repeated,
 )
+from shoal.runtime.engine.fake.surroundings import Surroundings
+from shoal.runtime.latest import Latest
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, LayoutLimits, Mode, Work
-
-OnStart = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What the cores of a fake engine have in common."""
-
-    settings: FakeSettings
-    step_times: Callable[[Unit], StepTimes]
-    """How long the steps of a unit take now."""
-    hop_times: HopTimes
-    """How long what they compute takes from stage to stage."""
-    devices: Devices
-    """The node's devices, as far as this process knows them."""
-    clock: Clock
-    """Seconds; steps take their time on it."""
-    faults: Faults
-    on_start: OnStart | None
-    """Called with each request in its first step, and with the clock time at which that step
-    starts."""
 
 
 class _Step(DeviceStep, kw_only=True):
@@ -93,6 +69,7 @@ class FakeCore:
         self._devices = surroundings.devices
         self._scheduler = FakeScheduler(limits, surroundings.settings, pool, surroundings.clock)
         self._expected: dict[str, FakeRequest] = {}
+        self._latest = Latest[FakeRequest]()
         settings, devices = surroundings.settings, surroundings.devices
         self._copies = FakeCopies(unit, settings, devices)
         size, scheduler = limits.block_tokens, self._scheduler
@@ -108,7 +85,8 @@ class FakeCore:
 
     def add(self, frames: Sequence[Any], tokens: Sequence[int] = (), patience: float = 0.0) -> None:
         """See ``Core.add``."""
-        self._scheduler.add(self._request(frames, tokens), patience)
+        self._scheduler.add(request := self._request(frames, tokens), patience)
+        self._latest.put(request.id, request, len(request.prompt))
         self._cut()
 
     def _request(self, frames: Sequence[Any], tokens: Sequence[int] = ()) -> FakeRequest:
@@ -169,6 +147,12 @@ class FakeCore:
         self._scheduler.check_is_new(request := self._request(frames))
         self._expected[request_id] = request
 
+    def expect_prefix(self, name: str, frames: Sequence[Any]) -> None:
+        """See ``Core.expect_prefix``."""
+        request = self._request(frames)
+        request.id = name
+        self._expected[name] = request
+
     def allot(self, request: CarriedRequest) -> bool:
         """See ``Core.allot``."""
         self._around.faults.strike(Seam.ALLOT)
@@ -189,6 +173,7 @@ class FakeCore:
         if not self._scheduler.adopt(expected, request.tokens, computed):
             return None
         del self._expected[request.request_id]
+        self._latest.put(expected.id, expected, len(expected.prompt))
         self._ahead.drop([request.request_id])
         if computed:
             expected.hits = 0 if request.tokens else request.cached
@@ -220,15 +205,24 @@ class FakeCore:
 
     # --- blocks that are copied ahead ---------------------------------------------------------
 
-    def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:
+    def pin(
+        self, carry: int, request_ids: Sequence[str], prefixes: Mapping[str, str] = NO_PREFIXES
+    ) -> list[CarriedRequest]:
         """See ``Core.pin``."""
         self._around.faults.strike(Seam.PIN)
-        return self._ahead.pin(carry, request_ids)
+        pinned, known = self._ahead.pin(carry, request_ids), self._scheduler.requests
+        steps = (request in known for step in self._steps for request, _ in step.batch)
+        # What a copy reads, or a step computes for nobody any more, may be cached already.
+        if self.copies or not all(steps):
+            return pinned
+        ended = {name: self._latest.get(request_id) for name, request_id in prefixes.items()}
+        return pinned + self._ahead.pin_cached(carry, ended)
 
-    def unpin(self, carry: int) -> None:
+    def unpin(self, carry: int) -> bool:
         """See ``Core.unpin``."""
         self._around.faults.strike(Seam.UNPIN)
         self._ahead.unpin(carry)
+        return True
 
     def reserve(
         self, carry: int, source: Unit, requests: Sequence[CarriedRequest]
@@ -242,10 +236,11 @@ class FakeCore:
     def promise(self, carry: int, request_id: str) -> None:
         """See ``Core.promise``: nothing to do, ``adopt`` takes no time."""
 
-    def settle(self, carry: int, *, copied: bool) -> None:
+    def settle(self, carry: int, *, copied: bool) -> bool:
         """See ``Core.settle``."""
         self._around.faults.strike(Seam.SETTLE)
         self._ahead.settle(carry, copied=copied)
+        return True
 
     def copy_ahead(
         self, carry: int, source: Unit, target: Unit, requests: Sequence[AheadRequest]

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.fake.fake_blocks import FakeBlocks
-from shoal.runtime.engine.fake.fake_core import FakeCore, Surroundings
+from shoal.runtime.engine.fake.fake_core import FakeCore
 from shoal.runtime.engine.fake.faults import Seam
+from shoal.runtime.engine.fake.surroundings import Surroundings
 from shoal.runtime.protocol.messages import LayoutLimits
 
 SLICE = 64

@@ -7,10 +7,10 @@ from shoal.policies.values.layouts import Unit
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.engine.agent.results import Adoption, Copied
 from shoal.runtime.engine.agent.tier_core import Arriving, TierCore
-from shoal.runtime.engine.fake.fake_core import Surroundings
 from shoal.runtime.engine.fake.fake_kv import memory_of
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.engine.fake.faults import Seam
+from shoal.runtime.engine.fake.surroundings import Surroundings
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import CarriedRequest
 

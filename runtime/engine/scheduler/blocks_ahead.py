@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from shoal.policies.values.layouts import Unit
@@ -27,14 +29,11 @@ from shoal.runtime.engine.kv.carry_plan import NULL_BLOCK
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.executor import UnitChannel, copied_by_all
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
+from shoal.runtime.engine.scheduler.pinned_blocks import PinnedBlocks, Table, no_nulls
 from shoal.runtime.protocol.messages import AHEAD_TOKENS, AheadRequest, CarriedRequest
 
-Table = list[KVCacheBlock]
-"""The blocks of a request's first tokens in one KV group; null blocks for what nothing needs."""
-
-BEHIND = 8
-"""How many blocks before its window a source looks for in its prefix cache. The destination's
-blocks may be as many times larger, so that its window begins earlier."""
+AT_ONCE = 16
+"""Requests whose blocks are settled at once: each takes the host up to some 0.3 milliseconds."""
 
 
 @dataclass(slots=True)
@@ -51,6 +50,8 @@ class _Reserved:
     """How many more blocks the request needs to be adopted; they are not held."""
     awaited: bool = True
     """Whether the request may still be adopted."""
+    settled: bool = False
+    """Whether nobody writes to the blocks any more."""
 
 
 @dataclass(slots=True)
@@ -60,7 +61,6 @@ class _Carry:
     requests: dict[str, _Reserved] = field(default_factory=dict)
     by_hash: dict[tuple[int, bytes], KVCacheBlock] = field(default_factory=dict)
     """Reserved blocks by KV group and hash, until they are in the prefix cache."""
-    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,8 @@ class BlocksAhead:
     ) -> None:
         self._unit, self._scheduler, self._channel = unit, scheduler, channel
         self._carried, self._blocks = carried, carried.blocks
-        self._pinned: dict[int, list[KVCacheBlock]] = {}
+        self.pinned = PinnedBlocks(scheduler, carried)
+        """The blocks of requests that leave."""
         self._reserved: dict[int, _Carry] = {}
         self._copying: list[_Copy] = []
         self._adopted: list[str] = []
@@ -101,65 +102,16 @@ class BlocksAhead:
     def num_held(self) -> int:
         """Blocks that are held here, whether or not requests hold them too."""
         reserved = [r for carry in self._reserved.values() for r in carry.requests.values()]
-        tables = [*self._pinned.values(), *(table for r in reserved for table in r.tables)]
-        return len({block.block_id for block in _no_nulls(*tables)})
-
-    # --- where requests come from ---
-
-    def pin(
-        self, carry: int, request_ids: Iterable[str], beginning: Collection[str]
-    ) -> list[CarriedRequest]:
-        """See ``interface.Core.pin``.
-
-        Args:
-            carry: the carry.
-            request_ids: the requests.
-            beginning: requests whose first step here is in flight. What they have found in the
-                prefix cache may be what this step, or one before it, is about to write.
-        """
-        unsure = {*beginning, *self._carried.unread}
-        known = self._scheduler.requests
-        chosen = [known[name] for name in request_ids if name in known and name not in unsure]
-        pinned = [self._pin(carry, request) for request in chosen if self._blocks.looks_up(request)]
-        return [request for request in pinned if request is not None]
-
-    def _pin(self, carry: int, request: Request) -> CarriedRequest | None:
-        size = self._blocks.block_tokens
-        # With steps in flight, vLLM counts tokens as computed that the devices have not come to.
-        whole = max(0, request.num_computed_tokens - request.num_in_flight_tokens) // size
-        groups = self._manager.get_blocks(request.request_id).blocks
-        tables = [
-            self._with_cached(group, request, blocks[:whole]) for group, blocks in enumerate(groups)
-        ]
-        held = _no_nulls(*tables)
-        if not held:
-            return None
-        self._pool.touch(held)
-        self._pinned.setdefault(carry, []).extend(reversed(held))
-        tokens = list(request.output_token_ids)
-        members = self._by_member(tables)
-        return CarriedRequest(request.request_id, tokens, whole * size, members, request.num_tokens)
-
-    def _with_cached(self, group: int, request: Request, blocks: Sequence[KVCacheBlock]) -> Table:
-        """Return a group's blocks of a request, and those behind its window that are still cached.
-
-        The request has let go of these. But the window of its last whole block needs some of them.
-        """
-        table = list(blocks)
-        first = next((n for n, block in enumerate(table) if not block.is_null), len(table))
-        hashes = self._blocks.hashes(request)
-        for nth in range(first - 1, max(-1, first - 1 - BEHIND), -1):
-            found = self._pool.get_cached_block(hashes[nth], [group])
-            if found is None:
-                break
-            (table[nth],) = found
-        return table
-
-    def unpin(self, carry: int) -> None:
-        """See ``interface.Core.unpin``."""
-        self._pool.free_blocks(self._pinned.pop(carry, ()))
+        tables = [*self.pinned.tables, *(table for r in reserved for table in r.tables)]
+        return len({block.block_id for block in no_nulls(*tables)})
 
     # --- where they go to ---
+
+    def expect(self, name: str, asked: EngineCoreRequest, engine_core: EngineCore) -> None:
+        """See ``interface.Core.expect_prefix``. No grammar is compiled for it."""
+        request = Request.from_engine_core_request(asked, engine_core.request_block_hasher)
+        request.request_id = name
+        self._carried.expect(request)
 
     def reserve(self, carry: int, requests: Sequence[CarriedRequest]) -> list[AheadRequest]:
         """See ``interface.Core.reserve``."""
@@ -183,21 +135,23 @@ class BlocksAhead:
         The request learns the tokens that it has by now. So it computes the hashes of its blocks
         as it will when it is adopted.
         """
-        if of_carry.settled or not self._blocks.looks_up(request):
+        if not self._blocks.looks_up(request):
             return []
         request.append_output_token_ids(carried.tokens[request.num_output_tokens :])
         size = self._blocks.block_tokens
         hashes, end = self._blocks.hashes(request), carried.computed // size
         tables = self._found(of_carry, request, hashes, end)
-        begins, rest = [len(table) for table in tables], self._rest(request, tables, end)
+        begins = [len(table) for table in tables]
+        rest = 0 if carried.is_prefix else self._rest(request, tables, end)
         if not _has_all(carried, begins, end, size) or not self._has_room(tables, end, rest):
             return []
-        self._pool.touch(_no_nulls(*tables))
+        self._pool.touch(no_nulls(*tables))
         for group, (table, begin) in enumerate(zip(tables, begins, strict=True)):
             table += self._pool.get_new_blocks(max(0, end - begin))
             named = ((group, of_block) for of_block in hashes[begin:end])
             of_carry.by_hash |= zip(named, table[begin:], strict=True)
-        of_carry.requests[request.request_id] = _Reserved(request, tables, begins, rest)
+        reserved = _Reserved(request, tables, begins, rest, awaited=not carried.is_prefix)
+        of_carry.requests[request.request_id] = reserved
         if min(begins) >= end:
             return []
         target, span = self._by_member(tables), (min(begins) * size, end * size)
@@ -242,7 +196,7 @@ class BlocksAhead:
         reserved = [r for carry in self._reserved.values() for r in carry.requests.values()]
         kept = len(self._scheduler.running) * len(tables)
         kept += sum(r.rest for r in reserved if r.awaited)
-        unheld = sum(block.ref_cnt == 0 for block in _no_nulls(*tables))
+        unheld = sum(block.ref_cnt == 0 for block in no_nulls(*tables))
         new = sum(max(0, end - len(table)) for table in tables)
         free: int = self._pool.get_num_free_blocks()
         return bool(kept + unheld + new + rest <= free)
@@ -250,9 +204,9 @@ class BlocksAhead:
     def promise(self, carry: int, request_id: str) -> bool:
         """See ``interface.Core.promise``; return whether the request has got blocks."""
         of_carry = self._reserved.get(carry)
-        if of_carry is None or of_carry.settled or request_id not in of_carry.requests:
+        reserved = None if of_carry is None else of_carry.requests.get(request_id)
+        if reserved is None or reserved.settled:
             return False
-        reserved = of_carry.requests[request_id]
         request, tables, size = reserved.request, reserved.tables, self._blocks.block_tokens
         tokens = self._blocks.most_tokens(request, request.num_tokens + AHEAD_TOKENS)
         before, reserved.rest = reserved.rest, 0
@@ -264,19 +218,22 @@ class BlocksAhead:
         reserved.rest = before
         return False
 
-    def settle(self, carry: int, *, copied: bool) -> None:
+    def settle(self, carry: int, *, copied: bool) -> bool:
         """See ``interface.Core.settle``."""
         of_carry = self._reserved.get(carry)
-        if of_carry is None or of_carry.settled:
-            return
-        of_carry.settled = True
+        if of_carry is None:
+            return True
         of_carry.by_hash.clear()
-        for reserved in of_carry.requests.values():
+        left = [name for name, one in of_carry.requests.items() if not one.settled]
+        for name in left[:AT_ONCE]:
+            reserved = of_carry.requests[name]
+            reserved.settled = True
             if copied:
                 self._cache(reserved)
             self._blocks.keep_promise(reserved.request, copied=copied)
-        over = [n for n, reserved in of_carry.requests.items() if not (copied and reserved.awaited)]
-        self._forget(carry, over)
+            if not (copied and reserved.awaited):
+                self._forget(carry, [name])
+        return len(left) <= AT_ONCE
 
     def _cache(self, reserved: _Reserved) -> None:
         of_groups = zip(self._blocks.managers, reserved.tables, reserved.begins, strict=True)
@@ -297,8 +254,9 @@ class BlocksAhead:
         because vLLM says which part of a window's table a request needs.
         """
         for of_carry in self._reserved.values():
-            if of_carry.settled and request_id in of_carry.requests:
-                tables = of_carry.requests[request_id].tables
+            reserved = of_carry.requests.get(request_id)
+            if reserved is not None and reserved.settled:
+                tables = reserved.tables
                 return list(tables[0]) if len(tables) == 1 else []
         return []
 
@@ -308,6 +266,7 @@ class BlocksAhead:
         This takes a while, and the request's first step goes first.
         """
         self._adopted.append(request_id)
+        self.pinned.remember(self._scheduler.requests[request_id])
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Let go of what is reserved for requests that were adopted, or do not come.
@@ -322,9 +281,9 @@ class BlocksAhead:
         of_carry = self._reserved[carry]
         for request_id in of_carry.requests.keys() & request_ids:
             of_carry.requests[request_id].awaited = False
-            if of_carry.settled:
+            if of_carry.requests[request_id].settled:
                 tables = of_carry.requests.pop(request_id).tables
-                self._pool.free_blocks(reversed(_no_nulls(*tables)))
+                self._pool.free_blocks(reversed(no_nulls(*tables)))
         if not of_carry.requests:
             del self._reserved[carry]
 
@@ -362,10 +321,6 @@ class BlocksAhead:
     @property
     def _pool(self) -> Any:
         return self._manager.block_pool
-
-
-def _no_nulls(*tables: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
-    return [block for table in tables for block in table if not block.is_null]
 
 
 def _has_all(carried: CarriedRequest, begins: Sequence[int], end: int, size: int) -> bool:

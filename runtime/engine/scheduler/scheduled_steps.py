@@ -13,6 +13,9 @@ from shoal.runtime.engine.agent.step_work import work_of_step
 from shoal.runtime.engine.link.instructions import Drafted
 from shoal.runtime.protocol.messages import Mode, Work
 
+AHEAD_REQUESTS = 16
+"""With so many running requests, a step is scheduled before an ended one is collected."""
+
 
 @dataclass(slots=True)
 class InFlight:
@@ -85,6 +88,18 @@ def beginning(step: InFlight) -> Iterator[str]:
 def awaits_tokens(scheduled: SchedulerOutput) -> bool:
     """Return whether the grammar of a request needs a token that is still in flight."""
     return bool(scheduled.pending_structured_output_tokens)
+
+
+def can_go_ahead(steps: Sequence[InFlight], scheduler: Any) -> bool:
+    """Return whether another step may be scheduled before the first of some, which has ended."""
+    running = len(scheduler.running)
+    if scheduler.num_spec_tokens:
+        return False  # vLLM never counts the drafts of three steps at once
+    if running < AHEAD_REQUESTS or steps[0].future.exception() is not None:
+        return False
+    # No request may be preempted in vain.
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    return bool(free >= running and are_steady(steps))
 
 
 def are_steady(steps: Sequence[InFlight]) -> bool:

@@ -6,7 +6,7 @@ those moments are its safe points.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -17,6 +17,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.agent.copies_ahead import NO_PREFIXES
 from shoal.runtime.engine.agent.results import (
     Adoption,
     Collected,
@@ -41,9 +42,8 @@ from shoal.runtime.engine.scheduler.kv_groups import check_kv_groups, group_limi
 from shoal.runtime.engine.scheduler.patience import Patience
 from shoal.runtime.engine.scheduler.scheduled_steps import (
     InFlight,
-    are_steady,
     awaits_tokens,
-    beginning,
+    can_go_ahead,
     tells_runners,
 )
 from shoal.runtime.engine.scheduler.sending import Carries, Sending
@@ -51,9 +51,6 @@ from shoal.runtime.engine.scheduler.step_sizes import StepSizes, captured_tokens
 from shoal.runtime.engine.scheduler.vacated_blocks import VacatedBlocks
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Mode, Work
-
-AHEAD_REQUESTS = 16
-"""With so many running requests, a step is scheduled before an ended one is collected."""
 
 
 class VllmCore:
@@ -125,6 +122,7 @@ class VllmCore:
                 self._carried.add(request, tokens)
             else:
                 self.engine_core.add_request(request)
+            self._ahead.pinned.remember(request)
         except (TypeError, ValueError) as error:
             self._patience.forget([request.request_id])
             raise ValueError(str(error)) from error
@@ -182,6 +180,10 @@ class VllmCore:
         self._carried.expect(request := self._decoded(frames))
         self._beginnings.expect(request)
 
+    def expect_prefix(self, name: str, frames: Sequence[Any]) -> None:
+        """See ``interface.Core.expect_prefix``."""
+        self._ahead.expect(name, self._decoder.decode(frames), self.engine_core)
+
     def allot(self, request: CarriedRequest) -> bool:
         """See ``interface.Core.allot``."""
         if not self._carried.allot(request):
@@ -224,15 +226,16 @@ class VllmCore:
 
     # --- blocks that are copied ahead ---
 
-    def pin(self, carry: int, request_ids: Sequence[str]) -> list[CarriedRequest]:
+    def pin(
+        self, carry: int, request_ids: Sequence[str], prefixes: Mapping[str, str] = NO_PREFIXES
+    ) -> list[CarriedRequest]:
         """See ``interface.Core.pin``."""
-        begun = {name for step in self._in_flight for name in beginning(step)}
-        return self._ahead.pin(carry, request_ids, begun)
+        return self._ahead.pinned.pin(carry, request_ids, prefixes, self._in_flight)
 
-    def unpin(self, carry: int) -> None:
+    def unpin(self, carry: int) -> bool:
         """See ``interface.Core.unpin``."""
-        self._ahead.unpin(carry)
         self._stalled = False
+        return self._ahead.pinned.unpin(carry)
 
     def reserve(
         self, carry: int, source: Unit, requests: Sequence[CarriedRequest]
@@ -245,11 +248,11 @@ class VllmCore:
         if self._ahead.promise(carry, request_id):
             self._beginnings.seat(request_id)
 
-    def settle(self, carry: int, *, copied: bool) -> None:
+    def settle(self, carry: int, *, copied: bool) -> bool:
         """See ``interface.Core.settle``."""
-        self._ahead.settle(carry, copied=copied)
+        self._stalled, ended = False, self._ahead.settle(carry, copied=copied)
         self.tell_allotted()
-        self._stalled = False
+        return ended
 
     def copy_ahead(
         self, carry: int, source: Unit, target: Unit, requests: Sequence[AheadRequest]
@@ -329,15 +332,9 @@ class VllmCore:
         return self._can_go_ahead() and self._dispatch(ended=1)
 
     def _can_go_ahead(self) -> bool:
-        steps, running = self._in_flight, len(self._scheduler.running)
-        if self._scheduler.num_spec_tokens:
-            return False  # vLLM never counts the drafts of three steps at once
-        if running < AHEAD_REQUESTS or not 1 < len(steps) == self._depth:
+        if not 1 < len(self._in_flight) == self._depth:
             return False
-        if not self._oldest_has_ended() or steps[0].future.exception() is not None:
-            return False
-        # No request may be preempted in vain.
-        return self.block_pool.get_num_free_blocks() >= running and are_steady(steps)
+        return self._oldest_has_ended() and can_go_ahead(self._in_flight, self._scheduler)
 
     def holders(self, beyond: int) -> list[str]:
         """See ``interface.Core.holders``."""

@@ -27,9 +27,15 @@ class CarriedRequest(msgspec.Struct, frozen=True):
     """How many tokens of its prompt its unit found in its prefix cache, if it has no output yet."""
     block_tokens: int = 0
     """Tokens of each of ``blocks``; 0: that is not said."""
+    is_prefix: bool = False
+    """Whether it has ended: nobody goes on with it, and ``blocks`` are what is cached of it."""
     is_rest: bool = False
     """Whether it was announced (``Leaving``) and is as it was foretold: then ``tokens`` are those
     since, and ``blocks`` is empty."""
+
+    def as_prefix(self, name: str) -> "CarriedRequest":
+        """Return the description of what is cached of a request that has ended, by a new id."""
+        return msgspec.structs.replace(self, request_id=name, length=self.computed, is_prefix=True)
 
     def rest(self, tokens: Sequence[int], computed: int, length: int) -> "CarriedRequest | None":
         """Return what is new of a request that was announced as this; None: it is otherwise.
@@ -87,6 +93,9 @@ class Expect(Message, frozen=True):
     carry: int
     unit: Unit
     frames: dict[str, list[bytes]]
+    prefixes: dict[str, list[bytes]]
+    """The same of requests that have ended, by new ids: only what is cached of them comes, with a
+    pre-copy."""
 
 
 class Pin(Message, frozen=True):
@@ -99,6 +108,8 @@ class Pin(Message, frozen=True):
     carry: int
     unit: Unit
     request_ids: list[str]
+    prefixes: dict[str, str]
+    """The ids of requests that have ended, by their ids in ``Expect.prefixes``."""
 
 
 class Reserve(Message, frozen=True):
@@ -133,7 +144,8 @@ class Settle(Message, frozen=True):
     """To the leader of the unit that requests are carried to: nobody writes to the blocks any more.
 
     If they were copied, they are in the unit's prefix cache from now on, and the unit holds them
-    until ``Import`` brings the request or leaves it out. Otherwise they are free.
+    until ``Import`` brings the request or leaves it out. Otherwise they are free, and so are those
+    of requests that have ended.
     """
 
     carry: int
@@ -208,7 +220,10 @@ class Keep(Message, frozen=True):
 
 
 class Pinned(Message, frozen=True):
-    """Answer to ``Pin``: requests that have whole blocks, with those blocks alone."""
+    """Answer to ``Pin``: requests that have whole blocks, with those blocks alone.
+
+    Of requests that have ended they are those that are still cached.
+    """
 
     carry: int
     engine: int

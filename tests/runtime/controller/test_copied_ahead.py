@@ -9,11 +9,13 @@ import pytest
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from shoal.runtime.config import FakeSettings
+from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages.views import SwitchView
 from shoal.runtime.protocol.wire import FinishReason
 from tests.runtime.computed_tokens import ComputedTokens
-from tests.runtime.loopback_node import LoopbackNode
+from tests.runtime.loopback_node import LoopbackNode, request_payload
 from tests.units import tp
 
 CARRY = m.Treatment.CARRY
@@ -129,6 +131,31 @@ def test_a_group_that_has_all_blocks_makes_room(way: str) -> None:
     switch = switched(node, *after)
     assert (switch.carried, switch.recomputed) == (REQUESTS, {})
     assert switch.precopied_bytes >= REQUESTS * 48 * TOKEN_BYTES
+
+
+def cached(node: LoopbackNode, request_id: str) -> int:
+    """Return how many tokens of an ended request's prompt a unit has, at most."""
+    prompt, output = node.prompts[request_id]
+    view = wire.decode_request(request_payload(request_id, prompt, output))
+    found = []
+    for unit in node.partition:
+        size = SETTINGS.kv_geometry.block(unit.layout).tokens
+        pool = node.backends[unit.leader].cores[unit]._scheduler.pool
+        found.append(size * len(pool.find(FakeRequest(view, prompt, output).prefixes(size))))
+    return max(found)
+
+
+@EVERY_WAY
+def test_what_is_cached_of_the_latest_requests_goes_along(way: str) -> None:
+    before, after = WAYS[way]
+    node, without = (under_way(before, earlier=3, precopy_tokens=n) for n in (1, 0))
+    latest = [f"earlier{k}" for k in range(3)]
+    assert all(cached(node, one) > 330 for one in latest)
+    switched(node, *after)
+    assert all(cached(node, one) > 330 for one in latest)
+    switched(without, *after)
+    if way.startswith("dp"):
+        assert [cached(without, one) for one in latest] == [0, 0, 0]
 
 
 def test_without_a_prefix_cache_no_switch_copies_ahead() -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.engine.agent.step_mode import Shift
-from shoal.runtime.engine.scheduler import vllm_core
+from shoal.runtime.engine.scheduler import scheduled_steps, vllm_core
 from shoal.runtime.engine.scheduler.vllm_backend import run_scheduler
 from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 from shoal.runtime.protocol.messages import Mode
@@ -76,7 +76,7 @@ def steps_ahead(config: NodeConfig, engine: int) -> int:
 
 def _count_ahead(file: Path) -> None:
     """Have small batches go ahead too, and add a byte to the file whenever one does."""
-    vllm_core.AHEAD_REQUESTS = 2
+    scheduled_steps.AHEAD_REQUESTS = 2
     dispatch_ahead = VllmCore.dispatch_ahead
 
     def counted(core: VllmCore) -> bool:

@@ -82,3 +82,35 @@ def test_what_was_copied_ahead_decides_the_tokens(node: RealNode) -> None:
     assert node.wait(requests) != expected
     node.switch()
     assert node.audit() == []
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_is_cached_of_ended_requests_goes_there_and_back(
+    node: RealNode, is_damaged: bool
+) -> None:
+    """The next turns of chats find what the last ones have left; a wrong block would show."""
+    prompts, more = random_prompts((500, 420), seed=902 + is_damaged), 30
+    answers = node.generate(alone(0), prompts, more)
+    turns = [prompt + answer[:5] for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def damage(_engine: int, message: m.Message) -> None:
+        for request in message.requests if isinstance(message, m.CopyAhead) else ():
+            for (blocks,) in request.source.values():
+                blocks[2] = blocks[3]
+
+    node.transport.before_send = damage if is_damaged else lambda _engine, _message: None
+    view = node.switch(GROUP, treatment=CARRY)
+    node.transport.before_send = lambda _engine, _message: None
+    assert (view.carried, view.precopied_bytes > 0) == (0, True)
+    before = sum(sum(of.values()) for of in node.probe_all(probes.led))
+    found = node.generate(GROUP, turns, more)
+    new = sum(sum(of.values()) for of in node.probe_all(probes.led)) - before - 2 * (more - 1)
+    back = node.switch(treatment=CARRY)
+    again = node.generate(alone(0), turns, more)
+    node.switch()
+    assert node.audit() == []
+    # What is left of each prompt is less than a block of the group, and the new turn.
+    assert new <= 2 * (64 + 5)
+    assert back.precopied_bytes > 0
+    expected = node.generate(alone(1), turns, more)
+    assert (found == expected, again == expected) == (not is_damaged, not is_damaged)

@@ -174,6 +174,22 @@ def test_what_is_used_again_at_once_is_lost_only_once() -> None:
     assert Node().book.hits.lost_tokens == 0.0
 
 
+def test_what_is_used_again_late_is_told_apart() -> None:
+    """A twentieth of the latest prompts was last used a third of all tokens ago, or more."""
+
+    def late(order: str) -> float:
+        node = Node()
+        for name in order:
+            node.place(hashes(tokens(name, 1000)), ONE)
+        hits = node.book.hits
+        assert hits.watched_tokens == 1000 * len(order)
+        return hits.late_share
+
+    assert late("aaaaaaaaaaaaaaaaaaaa") < 0.05, "all is used again at once"
+    assert late("abcdefghijabcdefghij") == pytest.approx(0.0, abs=0.01), "half of the time ago"
+    assert late("abcdefghijklmnojklmno") > 0.2
+
+
 def test_what_was_used_until_now_is_young() -> None:
     node, prompt = Node(), hashes(tokens("a", 1000))
     node.place(prompt, ONE)

@@ -82,9 +82,9 @@ def test_expect_and_export_come_at_the_very_start() -> None:
     node.turn()
     told = node.take(m.Expect, m.Export)
     assert told == [
-        (0, m.Expect(1, PAIR, {"a": frames})),
+        (0, m.Expect(1, PAIR, {"a": frames}, {})),
         (0, m.Export(1, alone(0), ["a"])),
-        (0, m.Expect(2, PAIR, told[2][1].frames)),
+        (0, m.Expect(2, PAIR, told[2][1].frames, {})),
         (1, m.Export(2, alone(1), ["b"])),
     ]
 

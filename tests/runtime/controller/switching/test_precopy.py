@@ -6,8 +6,13 @@ from typing import Any
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.snapshot import NORMAL_PRIORITY, PoolRequest
+from shoal.runtime.controller.books.prompt_hashes import prompt_hashes
+from shoal.runtime.controller.books.request import Request
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
 from tests.runtime.controller.scripted_node import BLOCK_TOKENS, ScriptedNode
+from tests.runtime.loopback_node import request_payload
 from tests.units import tp
 
 PAIR, OTHER, ALL = tp(0, 1), tp(2, 3), tp(0, 1, 2, 3)
@@ -297,6 +302,50 @@ def test_of_several_sources_none_takes_the_room_of_all_ahead() -> None:
     ]
     assert switch.node.value("shoal_precopies_total", "nothing") == 2
     assert switch.finish().carried == 2
+
+
+# --- what is cached of requests that have ended ---
+
+
+def ended_on(node: ScriptedNode, unit: Unit, **prompts: int) -> None:
+    """Let requests have ended on a unit, which has their prompts in its cache."""
+    for name, length in prompts.items():
+        prompt = [ord(name[0])] * length
+        frames = request_payload(name, prompt, 1)
+        seen = PoolRequest(name, length, length + 1, NORMAL_PRIORITY, 0.0)
+        request = Request(name, 0, frames, seen, prompt_hashes(wire.decode_request(frames)))
+        node.books.prefixes.place(request.prompt, length, unit)
+        node.books.requests.ended.put(request, unit)
+
+
+def test_what_is_cached_of_ended_requests_goes_ahead_and_is_known_there() -> None:
+    node = ScriptedNode(2, blocks=2000, precopy_tokens=1)
+    ended_on(node, alone(0), a=600, b=700)
+    node.take()
+    node.switch(PAIR)
+    (carry,) = node.books.carries
+    assert (carry.source, carry.ids) == (alone(0), set())
+    assert {request.id for request in carry.ended.values()} == {"a", "b"}
+    (_, expect), (_, pin) = node.take()
+    assert isinstance(expect, m.Expect)
+    assert isinstance(pin, m.Pin)
+    assert expect.frames == {}
+    assert expect.prefixes.keys() == pin.prefixes.keys() == carry.ended.keys()
+    assert sorted(pin.prefixes.values()) == ["a", "b"]
+    found = [m.CarriedRequest("", [], 48, {0: [[1, 2, 3]]}, 48).as_prefix(n) for n in carry.ended]
+    node.answer(0, m.Pinned(carry.number, 0, alone(0), found))
+    for engine in (0, 1):
+        node.answer(engine, m.Lent(m.AHEAD, engine, PAIR, list(range(20, 40))))
+    (kept, _) = sorted(carry.ended)
+    node.answer(0, m.Reserved(carry.number, 0, PAIR, [ahead(kept, alone(0), PAIR)]))
+    assert carry.reserved == 0, "nobody comes for it"
+    request = carry.ended[kept]
+    assert not node.books.prefixes.has(request.prompt, PAIR)
+    for engine in (0, 1):
+        node.answer(engine, m.CopiedAhead(carry.number, engine, alone(engine), bytes=10))
+    assert node.books.prefixes.has(request.prompt, PAIR)
+    assert node.books.requests.ended.choose(PAIR, 10**6) == [request]
+    assert not node.books.carries
 
 
 def test_a_request_that_has_ended_is_not_exported() -> None:

@@ -149,7 +149,7 @@ class Node:
         """Have requests leave a unit; return what tells the next one of them."""
         carry = len(self._carries)
         frames = {id_: request_payload(id_, PROMPT, OUTPUT) for id_ in ids}
-        self.tell(target.leader, m.Expect(carry, target, frames))
+        self.tell(target.leader, m.Expect(carry, target, frames, {}))
         self.tell(source.leader, m.Export(carry, source, ids))
         (exported,) = self.wait(m.Exported, 1)
         announced = self._announced.pop(carry, {})

@@ -36,7 +36,7 @@ def expect(
     carry: int = CARRY,
 ) -> None:
     frames = {id_: request_payload(id_, [1] * prompt, OUTPUT, client=1) for id_ in ids}
-    assert bench.tell(m.Expect(carry, unit, frames)) == []
+    assert bench.tell(m.Expect(carry, unit, frames, {})) == []
 
 
 def take_in(

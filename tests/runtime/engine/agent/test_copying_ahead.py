@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol import wire
 from tests.runtime.engine.agent.agent_bench import GROUP, LEASE_1, Bench, started
 from tests.runtime.loopback_node import problems, request_payload
 from tests.units import tp
@@ -36,11 +38,18 @@ def described(request_id: str, computed: int = 28) -> m.CarriedRequest:
 
 def expect(bench: Bench, *ids: str, unit: Unit = OWN) -> None:
     frames = {id_: request_payload(id_, prompt_of(id_), OUTPUT) for id_ in ids}
-    assert bench.tell(m.Expect(CARRY, unit, frames)) == []
+    assert bench.tell(m.Expect(CARRY, unit, frames, {})) == []
 
 
 def reserve(bench: Bench, *requests: m.CarriedRequest, unit: Unit = OWN) -> m.Reserved:
     return only(bench.tell(m.Reserve(CARRY, unit, OTHER, list(requests))), m.Reserved)
+
+
+def cached(bench: Bench, request_id: str) -> int:
+    """Return how many tokens of a prompt the engine has in its prefix cache."""
+    view = wire.decode_request(request_payload(request_id, prompt_of(request_id), 1))
+    prefixes = FakeRequest(view, prompt_of(request_id), 1).prefixes(4)
+    return 4 * len(bench.backend.own._scheduler.pool.find(prefixes))
 
 
 @pytest.fixture
@@ -67,13 +76,30 @@ def lend_ahead(bench: Bench, blocks: int = 6) -> list[m.Message]:
 def test_requests_go_on_while_they_are_pinned(bench: Bench) -> None:
     bench.add("r", prompt=PROMPT, tokens=OUTPUT)
     bench.turn(2)
-    pinned = only(bench.tell(m.Pin(CARRY, OWN, ["r", "unknown"])), m.Pinned)
+    pinned = only(bench.tell(m.Pin(CARRY, OWN, ["r", "unknown"], {})), m.Pinned)
     (request,) = pinned.requests
     assert (pinned.carry, pinned.engine, pinned.unit) == (CARRY, 0, OWN)
-    assert request.computed == 28
+    assert request.computed == 32
     bench.turn(2 * OUTPUT)
     assert bench.backend.own.num_requests == 0
-    assert bench.backend.own.load.free_blocks == 200 - 7
+    assert bench.backend.own.load.free_blocks == 200 - 8
+    assert bench.tell(m.Unpin(CARRY, OWN)) == []
+    assert bench.backend.own.load.free_blocks == 200
+    assert problems(bench.backend) == []
+
+
+def test_what_is_cached_of_ended_requests_is_pinned_by_new_names(bench: Bench) -> None:
+    for name in "ab":
+        payload = request_payload(name, prompt_of(name), OUTPUT)
+        bench.tell(m.AddRequest(OWN, name), *payload)
+    bench.turn(3 * OUTPUT)
+    assert bench.backend.own.num_requests == 0
+    named = {"a cached": "a", "b cached": "b", "c cached": "c"}
+    pinned = only(bench.tell(m.Pin(CARRY, OWN, [], named)), m.Pinned)
+    found = {one.request_id: (one.computed, one.length, one.is_prefix) for one in pinned.requests}
+    whole = (PROMPT + OUTPUT - 1) // 4 * 4
+    assert found == {"a cached": (whole, whole, True), "b cached": (whole, whole, True)}
+    assert bench.backend.own.load.free_blocks < 200
     assert bench.tell(m.Unpin(CARRY, OWN)) == []
     assert bench.backend.own.load.free_blocks == 200
     assert problems(bench.backend) == []
@@ -135,6 +161,30 @@ def test_an_empty_lease_ahead_is_no_answer_to_a_wish(bench: Bench) -> None:
     assert bench.tell(m.Grow(m.AHEAD, GROUP, {0: [], 1: []})) == []
     bench.clock.advance(1.0)
     assert bench.turn() == [], "it still waits for what it has asked for"
+
+
+def test_what_is_cached_of_an_ended_request_comes_last_and_stays_cached(bench: Bench) -> None:
+    frames = {id_: request_payload(id_, prompt_of(id_), OUTPUT) for id_ in ("r", "old")}
+    old = described("old cached").as_prefix("old cached")
+    expect = m.Expect(CARRY, OWN, {"r": frames["r"]}, {"old cached": frames["old"]})
+    assert bench.tell(expect) == []
+    reserved = reserve(bench, old, described("r"))
+    assert [one.request_id for one in reserved.requests] == ["r", "old cached"]
+    assert bench.tell(m.Settle(CARRY, OWN, copied=True)) == []
+    own = bench.backend.own
+    assert own.load.free_blocks == 200 - 7, "only the running one's blocks are held"
+    only(bench.tell(m.Import(CARRY, OWN, OTHER, [])), m.Imported)
+    assert own.load.free_blocks == 200
+    assert problems(bench.backend) == []
+    assert cached(bench, "old") == 28
+
+
+def test_an_ended_request_that_could_not_be_copied_is_not_cached(bench: Bench) -> None:
+    frames = request_payload("old", prompt_of("old"), OUTPUT)
+    assert bench.tell(m.Expect(CARRY, OWN, {}, {"old cached": frames})) == []
+    reserve(bench, described("old cached").as_prefix("old cached"))
+    assert bench.tell(m.Settle(CARRY, OWN, copied=False)) == []
+    assert cached(bench, "old") == 0
 
 
 def test_those_that_have_least_to_read_come_first(bench: Bench) -> None:

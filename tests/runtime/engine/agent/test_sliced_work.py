@@ -52,7 +52,7 @@ def slowed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Slowed:
 
 def expect_all(bench: Bench, unit: Unit = OWN) -> None:
     frames = {id_: request_payload(id_, [1] * len(PROMPT), OUTPUT, client=1) for id_ in IDS}
-    assert bench.tell(m.Expect(CARRY, unit, frames)) == []
+    assert bench.tell(m.Expect(CARRY, unit, frames, {})) == []
 
 
 def described(request_id: str) -> m.CarriedRequest:

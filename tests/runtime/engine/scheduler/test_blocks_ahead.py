@@ -303,7 +303,7 @@ def test_a_pin_that_is_lost_is_noticed(make: Make) -> None:
     engines.step(engines.own[0], 9)
     engines.own[0].pin(CARRY, ["r"])
     engines.own[0].abort(["r"])
-    engines.own[0]._ahead._pinned.clear()
+    engines.own[0]._ahead.pinned._pinned.clear()
     (problem,) = engines.audit()
     assert "blocks free, lent, copied ahead or given up" in problem
 
@@ -732,3 +732,76 @@ def test_a_member_that_cannot_answer_is_a_problem_of_the_copy(make: Make) -> Non
     ((future, _),) = engines.runners[alone(1)].late
     future.set_exception(RunnerDied("runner of engine 1: gone"))
     assert own[1].copied_ahead() == [(CARRY, Copied(["r"], 0, 0.0, "runner of engine 1: gone"))]
+
+
+# --- what is cached of requests that have ended ---
+
+
+def prefix_ahead(
+    engines: ToyEngines, source: VllmCore, target: VllmCore, request_id: str
+) -> list[AheadRequest]:
+    """Pin what is cached of a request that has ended, and reserve room for it in another core."""
+    pinned = source.pin(CARRY, [], {"old": request_id, "nobody's": "unknown"})
+    target.expect_prefix("old", engines.frames[request_id])
+    return target.reserve(CARRY, source.unit, pinned)
+
+
+def ended(make: Make) -> ToyEngines:
+    """Return engines of which the first has run a request to its end."""
+    engines = make()
+    engines.submit(engines.own[0], "r", PROMPTS[3])
+    engines.finish(engines.own[0])
+    return engines
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_what_is_cached_of_an_ended_request_goes_along(make: Make, is_copied: bool) -> None:
+    engines = ended(make)
+    own, group = engines.own, engines.group
+    said = PROMPTS[3] + engines.tokens["r"] + PROMPTS[0]
+    lend_group(engines, 20)
+    found = prefix_ahead(engines, own[0], group, "r")
+    copy(own[0], group, found if is_copied else [], *own)
+    held = group.load.free_blocks
+    settle(own[0], group)
+    assert group.load.free_blocks == held + sum(len(one.target[0][0]) for one in found)
+    group.abort(["old"])
+    engines.bind(20)
+    engines.submit(group, "next turn", said)
+    engines.finish(group)
+    assert engines.outputs["next turn"][0].prefill_stats.num_cached_tokens == found[0].end
+    is_right = engines.tokens["next turn"] == undisturbed(make, said)
+    assert is_right == is_copied, "what was copied decides the tokens"
+    engines.release()
+    assert engines.audit() == []
+
+
+def test_what_could_not_be_copied_is_not_cached(make: Make) -> None:
+    engines = ended(make)
+    lend_group(engines, 20)
+    assert prefix_ahead(engines, engines.own[0], engines.group, "r")
+    settle(engines.own[0], engines.group, copied=False)
+    engines.group.abort(["old"])
+    engines.bind(20)
+    assert cached(engines, engines.group, PROMPTS[3]) == 0
+
+
+def test_what_a_step_in_flight_writes_is_not_pinned(make: Make) -> None:
+    """It is in the prefix cache as soon as the step is scheduled."""
+    engines = ended(make)
+    own = engines.own[0]
+    own.evict_prefix_cache()
+    assert own.pin(CARRY, [], {"old": "r"}) == []
+    engines.submit(own, "again", PROMPTS[3])
+    assert own.dispatch()
+    assert own.pin(CARRY, [], {"old": "r"}) == []
+    own.abort(["again"])
+    assert own.pin(CARRY, [], {"old": "r"}) == [], "the step goes on, for nobody"
+    while own.in_flight:
+        own.collect()
+    engines.submit(own, "once more", PROMPTS[3])
+    engines.finish(own)
+    (pinned,) = own.pin(CARRY, [], {"old": "r"})
+    assert (pinned.request_id, pinned.is_prefix) == ("old", True)
+    assert pinned.computed == pinned.length >= len(PROMPTS[3]) // 4 * 4
+    own.unpin(CARRY)

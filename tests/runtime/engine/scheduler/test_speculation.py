@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shoal.runtime.config import LayoutConfigs
-from shoal.runtime.engine.scheduler import vllm_core
+from shoal.runtime.engine.scheduler import scheduled_steps
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import configs_of
 from tests.runtime.engine.scheduler.toy_engines import (
@@ -140,7 +140,7 @@ def test_no_third_step_is_scheduled(
     engines: ToyEngines, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """VLLM's scheduler has the drafts of two steps at most to take back."""
-    monkeypatch.setattr(vllm_core, "AHEAD_REQUESTS", 1)
+    monkeypatch.setattr(scheduled_steps, "AHEAD_REQUESTS", 1)
     own, requests = engines.own[0], submit_all(engines)
     engines.step(own, 6)
     while own.dispatch():

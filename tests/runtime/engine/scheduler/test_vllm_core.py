@@ -23,8 +23,8 @@ from shoal.runtime.engine.scheduler.kv_groups import (
     check_kv_groups,
     group_limits,
 )
-from shoal.runtime.engine.scheduler.scheduled_steps import work_of
-from shoal.runtime.engine.scheduler.vllm_core import AHEAD_REQUESTS, InFlight, VllmCore
+from shoal.runtime.engine.scheduler.scheduled_steps import AHEAD_REQUESTS, InFlight, work_of
+from shoal.runtime.engine.scheduler.vllm_core import VllmCore
 from shoal.runtime.protocol.messages import Mode, Work
 from tests.runtime.engine.scheduler.stand_in import StandIn
 from tests.runtime.engine.scheduler.toy_engines import Make
@@ -117,11 +117,15 @@ def in_flight(
 def goes_ahead(
     *steps: InFlight, running: int = AHEAD_REQUESTS, depth: int = 2, free: int = AHEAD_REQUESTS
 ) -> bool:
+    pool = SimpleNamespace(get_num_free_blocks=lambda: free)
     core = SimpleNamespace(
         _in_flight=deque(steps),
-        _scheduler=SimpleNamespace(running=[object()] * running, num_spec_tokens=0),
+        _scheduler=SimpleNamespace(
+            running=[object()] * running,
+            num_spec_tokens=0,
+            kv_cache_manager=SimpleNamespace(block_pool=pool),
+        ),
         _depth=depth,
-        block_pool=SimpleNamespace(get_num_free_blocks=lambda: free),
         _carried=SimpleNamespace(has_ended=lambda copy: copy < UNENDED_COPY),
         _oldest_has_ended=lambda: VllmCore._oldest_has_ended(core),  # type: ignore[arg-type]
     )
