@@ -189,7 +189,7 @@ def said_of_real_traces(results: Results) -> list[str]:
         for one, other in zip(ours, stock, strict=True)
     )
     return [
-        "{:.0f}, {:.0f}, {:.0f} and {:.0f} % ahead of stock DP".format(*ahead),
+        "{:.0f}, {:.0f} and {:.0f} % ahead of stock DP".format(*ahead),
         f"slowest hundredth came at most {latest:.0f} % later",
     ]
 
@@ -220,7 +220,7 @@ DERIVED: tuple[tuple[str, Callable[[Results], list[str]]], ...] = (
     ("4xh100", said_of_six_loads),
     ("4xh100", said_of_four_gpus),
     ("2xh200-m", said_of_an_earlier_run),
-    ("2xh200-n", said_of_real_traces),
+    ("2xh200-o", said_of_real_traces),
     ("1xh200", said_of_one_gpu),
     ("2xh200-i", said_of_a_carry),
     ("2xh200-c", said_of_an_idle_switch),
