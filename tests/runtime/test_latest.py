@@ -20,8 +20,7 @@ def test_the_latest_come_first() -> None:
 def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latest, "MOST_TOKENS", 100)
     known = Latest[str]()
-    for name in "abcd":
-        known.put(name, name, 40)
+    assert [known.put(name, name, 40) for name in "abcd"] == [[], [], ["a"], ["b"]]
     assert [*known] == ["d", "c"]
     known.put("c", "c", 10)
     known.put("e", "e", 50)

@@ -48,8 +48,9 @@ class EndedRequests:
         known = self._units[unit]
         for stretch in prompt.hashes:
             known.drop(self._ends.pop((unit, stretch), ""))
-        known.put(request.id, request, request.seen.prompt_tokens)
         self._ends[unit, prompt.hashes[-1]] = request.id
+        for forgotten in known.put(request.id, request, request.seen.prompt_tokens):
+            self._ends.pop((unit, forgotten.prompt.hashes[-1]), None)
 
     def choose(self, unit: Unit, tokens: int) -> list[Request]:
         """Return the latest whose prompts a unit still has, of at most ``tokens`` tokens together.

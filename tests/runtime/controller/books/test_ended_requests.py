@@ -5,6 +5,7 @@ from msgspec import structs
 
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.snapshot import NORMAL_PRIORITY, PoolRequest
+from shoal.runtime import latest
 from shoal.runtime.controller.books.ended_requests import EndedRequests
 from shoal.runtime.controller.books.prefix_book import PrefixBook
 from shoal.runtime.controller.books.prompt_hashes import NO_HASHES, prompt_hashes
@@ -62,6 +63,15 @@ def test_what_prompts_have_in_common_counts_once() -> None:
         node.end(name, system + tokens(name, 500))
     assert node.chosen(3600) == ["c", "b", "a"]
     assert node.chosen(3000) == ["c", "b"]
+
+
+def test_of_the_oldest_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(latest, "MOST_TOKENS", 2500)
+    node = Node()
+    for name in "abcd":
+        node.end(name, tokens(name, 1000))
+    assert len(node.ended._ends) == 2
+    assert node.chosen() == ["d", "c"]
 
 
 def test_what_a_unit_has_evicted_is_left() -> None:
