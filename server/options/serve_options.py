@@ -143,9 +143,9 @@ def _add_switch_options(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="TOKENS",
         default=PRECOPY_TOKENS,
-        help="a switch copies the KV of running requests ahead, while they go on, and what is cached "
-        "of the latest ended ones, if they have so many tokens together; 0: no switch does "
-        "(default: %(default)s)",
+        help="a switch copies the KV of running requests ahead, while they go on, and what is "
+        "cached of the latest ended ones, if they have so many tokens together; 0: no switch "
+        "does (default: %(default)s)",
     )
     add_mixed_option(group)
     add_full_graph_option(group)

@@ -24,7 +24,6 @@ from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.carry_book import Carry
 from shoal.runtime.controller.books.core_book import CoreBook, Uncounted
 from shoal.runtime.controller.books.demand import NO_NEWS, Demand, Lengths, News, most_urgent
-from shoal.runtime.controller.books.ended_requests import portable_tokens
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.statistics import HANDOVER
 from shoal.runtime.controller.books.step_costs import StepCosts
@@ -271,7 +270,7 @@ class Capacity:
             longest_tokens=figures.longest_tokens,
             paused=paused,
             cached_tokens=cached_tokens,
-            portable_tokens=portable_tokens(room) if self._config.copies_ahead else 0,
+            portable_tokens=self.costs.portable_tokens(group, room),
             group_limits=limits.group_limits,
         )
 

@@ -7,20 +7,6 @@ from shoal.runtime.controller.books.prefix_book import PrefixBook
 from shoal.runtime.controller.books.request import Request
 from shoal.runtime.latest import Latest
 
-PORTABLE_SHARE = 0.4
-"""Share of the room that a unit has that may be filled with what another unit has cached. While it
-is copied it lies in two places, beside what running requests take."""
-
-
-def portable_tokens(room: int) -> int:
-    """Return how many tokens of ended requests a switch takes along from a unit.
-
-    Args:
-        room: tokens for which the unit has free blocks, without those that its requests have in
-            their next units.
-    """
-    return max(0, int(PORTABLE_SHARE * room))
-
 
 class EndedRequests:
     """The latest requests that have ended, by their last unit.

@@ -12,6 +12,12 @@ from shoal.runtime.controller.books.core_book import CoreBook, steps_between
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import CorrectionView
 
+PORTABLE_SHARE = 0.4
+"""Share of the room that a unit has that may be filled with what another unit has cached. While it
+is copied it lies in two places, beside what running requests take."""
+PORTABLE_SECONDS = 0.5
+"""For so long a switch may wait for the copy, which goes through the host on some nodes."""
+
 
 class StepCosts:
     """Keeps the cost model.
@@ -27,6 +33,7 @@ class StepCosts:
     def __init__(self, config: NodeConfig, books: Books) -> None:
         self.model: CostModel | None = config.cost_model
         self._layouts = config.layouts
+        self._copies_ahead = config.copies_ahead
         self._engines = books.engines
         self._units = books.units
         self._partition = self._units.partition
@@ -47,6 +54,21 @@ class StepCosts:
         """Take note that so many engines share weights, on which step times depend."""
         if self.model is not None:
             self.model = replace(self.model, share_weights=share)
+
+    def portable_tokens(self, unit: Unit, room: int) -> int:
+        """Return how many cached tokens of ended requests a switch takes along from a unit.
+
+        Args:
+            unit: the unit.
+            room: tokens for which it has free blocks, without those that its running requests take
+                in their next units.
+        """
+        if not self._copies_ahead:
+            return 0
+        tokens = max(0.0, PORTABLE_SHARE * room)
+        if self.model is not None:
+            tokens = min(tokens, PORTABLE_SECONDS / self.model.carry_seconds(1, unit.size))
+        return int(tokens)
 
     def observe(self, core: CoreBook, load: m.Load) -> m.Work:
         """Learn from the steps between a core's last report and this one; return their work."""

@@ -51,6 +51,20 @@ def test_copies_through_the_host_say_how_fast_these_are(through_host: int) -> No
     assert (after > 2 * before) == bool(through_host)
 
 
+def test_a_switch_takes_along_no_more_of_caches_than_is_copied_soon() -> None:
+    def portable(rate: float, unit: Unit, **limits: int) -> int:
+        shape = ModelShape(2, 64, 8, 8, 16, parameters=1e6)
+        model = CostModel(shape, Hardware(1e12, 1e15, 1e11, peer_bytes_per_second=rate))
+        node = LoopbackNode(2, cost_model=model, **{"precopy_tokens": 1} | limits)
+        assert shape.kv_bytes_per_token == 2 * 2 * 8 * 16 * 2
+        return node.controller._capacity.costs.portable_tokens(unit, 10_000)
+
+    assert portable(1e12, alone(0)) == 4000, "it lies in two places"
+    assert portable(1024 * 2000.0, alone(0)) == 1000, "what half a second copies"
+    assert portable(1024 * 2000.0, tp(0, 1)) == 2000
+    assert portable(1e12, alone(0), precopy_tokens=0) == 0
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_sums_are_those_of_the_requests_whatever_comes_and_goes(seed: int) -> None:
     rng, core = random.Random(seed), CoreBook(alone(0))
