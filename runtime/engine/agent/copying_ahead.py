@@ -40,7 +40,7 @@ class CopyingAhead:
         """Do what the controller says."""
         match message:
             case m.Pin():
-                self._work.add(message.carry, self._pin(message))
+                self._work.start(message.carry, self._pin(message))
             case m.Reserve():
                 self._work.add(message.carry, self._reserve(message))
             case m.CopyAhead():
@@ -50,7 +50,7 @@ class CopyingAhead:
                 self._work.add(message.carry, self._settle(message))
             case m.Unpin():
                 # After ``Pin``, of which some may be left to do.
-                self._work.add(message.carry, self._unpin(message))
+                self._work.start(message.carry, self._unpin(message))
 
     # --- as the source ---
 
@@ -65,7 +65,6 @@ class CopyingAhead:
         self._transport.to_controller(
             m.Pinned(message.carry, self._backend.engine, message.unit, requests)
         )
-        yield
 
     def _unpin(self, message: m.Unpin) -> Iterator[None]:
         """Hold it no longer."""

@@ -29,6 +29,12 @@ class SlicedWork:
         """Queue work for a carry; it may be interrupted wherever it yields."""
         self._queue.append((carry, work))
 
+    def start(self, carry: int, work: Iterator[None]) -> None:
+        """Do the beginning of some work at once, unless other work is queued for its carry."""
+        is_next = all(number != carry for number, _ in self._queue)
+        if not (is_next and next(work, self) is self):
+            self.add(carry, work)
+
     def go_on(self) -> None:
         """Do some of what is queued."""
         until = self._clock() + SLICE_SECONDS

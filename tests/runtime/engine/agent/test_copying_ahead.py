@@ -79,10 +79,10 @@ def test_requests_go_on_while_they_are_pinned(bench: Bench) -> None:
     pinned = only(bench.tell(m.Pin(CARRY, OWN, ["r", "unknown"], {})), m.Pinned)
     (request,) = pinned.requests
     assert (pinned.carry, pinned.engine, pinned.unit) == (CARRY, 0, OWN)
-    assert request.computed == 32
+    assert request.computed == 28
     bench.turn(2 * OUTPUT)
     assert bench.backend.own.num_requests == 0
-    assert bench.backend.own.load.free_blocks == 200 - 8
+    assert bench.backend.own.load.free_blocks == 200 - 7
     assert bench.tell(m.Unpin(CARRY, OWN)) == []
     assert bench.backend.own.load.free_blocks == 200
     assert problems(bench.backend) == []
