@@ -98,6 +98,9 @@ def test_what_is_cached_of_ended_requests_goes_there_and_back(
             for (blocks,) in request.source.values():
                 blocks[2] = blocks[3]
 
+    # Outputs come from the engine, and the controller hears of their ends from its reports.
+    cores = node.controller.books.requests.cores
+    node.until(lambda: not any(core.requests for core in cores.values()), "reports")
     node.transport.before_send = damage if is_damaged else lambda _engine, _message: None
     view = node.switch(GROUP, treatment=CARRY)
     node.transport.before_send = lambda _engine, _message: None
@@ -105,6 +108,7 @@ def test_what_is_cached_of_ended_requests_goes_there_and_back(
     before = sum(sum(of.values()) for of in node.probe_all(probes.led))
     found = node.generate(GROUP, turns, more)
     new = sum(sum(of.values()) for of in node.probe_all(probes.led)) - before - 2 * (more - 1)
+    node.until(lambda: not any(core.requests for core in cores.values()), "reports")
     back = node.switch(treatment=CARRY)
     again = node.generate(alone(0), turns, more)
     node.switch()
