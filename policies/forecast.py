@@ -172,8 +172,8 @@ class Forecast:
 
         What is used again soon is lost only once, such as a beginning that all prompts share. How
         much is used again only after longer than the node was watched is a guess: as much between
-        a time and its double as between a quarter and half of the time until now. So it is where
-        Mooncake's chats go on. But it is never more than is cached.
+        a time and its double as between a quarter and half of the time until now. Mooncake's chats
+        go on like that. All this is at most what a switch leaves behind.
         """
         snapshot = self._snapshot
         rate = snapshot.prompt_tokens / max(0.1, 1 - snapshot.hit_share) * snapshot.usual_rate

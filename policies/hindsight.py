@@ -245,7 +245,7 @@ def foreseen(
     terms: TermsOf,
     lasting: Lasting = (),
     stays: Staying | None = None,
-    caches: "EmptyCaches | None" = None,
+    caches: EmptyCaches | None = None,
 ) -> float:
     """Return the seconds of requests that a switch now will save if the latest requests come again.
 
@@ -299,7 +299,7 @@ def _again(
     shadow: Shadow,
     terms: TermsOf,
     future: Future,
-    caches: "EmptyCaches | None" = None,
+    caches: EmptyCaches | None = None,
 ) -> Iterator[tuple[float, int]]:
     """Yield the seconds that requests will have spent on all units, and how many are there.
 

@@ -96,11 +96,13 @@ class Carries:
         Returns:
             Whether anything is copied. If so, ``begin`` follows when ``copies_ahead`` is false.
         """
+        if not self._precopy_tokens:
+            return False
         running = {core.unit: core for core in reachable(cores, self._engines)}
         ended = self._ahead.ended(units := tuple(units))
         tokens = sum(core.figures.prompt_tokens for core in running.values())
         tokens += sum(one.seen.prompt_tokens for one in chain(*ended.values()))
-        if not self._precopy_tokens or tokens < self._precopy_tokens:
+        if tokens < self._precopy_tokens:
             return False
         self._destinations = Destinations(self._books, self._capacity, units, self.apart)
         begun: list[Carry] = []

@@ -213,7 +213,7 @@ class FakeCore:
         pinned, known = self._ahead.pin(carry, request_ids), self._scheduler.requests
         steps = (request in known for step in self._steps for request, _ in step.batch)
         # What a copy reads, or a step computes for nobody any more, may be cached already.
-        if self.copies or not all(steps):
+        if not prefixes or self.copies or not all(steps):
             return pinned
         ended = {name: self._latest.get(request_id) for name, request_id in prefixes.items()}
         return pinned + self._ahead.pin_cached(carry, ended)

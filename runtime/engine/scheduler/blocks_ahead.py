@@ -12,7 +12,7 @@ A request has a table of blocks for each KV group. vLLM finds a prefix only if i
 all groups, of a window's group the blocks that the window spans. So all of these go ahead, or none.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -154,7 +154,7 @@ class BlocksAhead:
         of_carry.requests[request.request_id] = reserved
         if min(begins) >= end:
             return []
-        target, span = self._by_member(tables), (min(begins) * size, end * size)
+        target, span = self._blocks.tables_by_member(tables), (min(begins) * size, end * size)
         return [AheadRequest(request.request_id, *span, carried.blocks, target)]
 
     def _found(
@@ -308,11 +308,6 @@ class BlocksAhead:
         return [(copy.carry, _copied(copy)) for copy in ended]
 
     # --- vLLM's ---
-
-    def _by_member(self, tables: Iterable[Table]) -> dict[int, list[list[int]]]:
-        """Return each member's own block ids, for each KV group."""
-        ids = [[block.block_id for block in table] for table in tables]
-        return self._blocks.by_member(ids)
 
     @property
     def _manager(self) -> Any:

@@ -11,7 +11,7 @@ waits for it then. All that is left to do when they are allotted is to see that 
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -107,6 +107,10 @@ class CarriedBlocks:
         """Return each member's own ids of blocks of the core, for each KV group."""
         mapped = [self._physical(group) for group in groups]
         return {engine: [group[engine] for group in mapped] for engine in self._unit.engines}
+
+    def tables_by_member(self, tables: Iterable[Sequence[KVCacheBlock]]) -> Blocks:
+        """Return the same of the blocks of each KV group, as vLLM has them."""
+        return self.by_member([[block.block_id for block in table] for table in tables])
 
     # --- requests that come ---
 

@@ -96,11 +96,11 @@ class PinnedBlocks:
         """
         known, running = self._scheduler.requests, RequestStatus.RUNNING
         begun = {*beginning(step)}
-        return any(
+        return bool(step.gone) or any(
             name not in known or known[name].status is not running
             for name, tokens in step.scheduled.num_scheduled_tokens.items()
             if tokens > 1 + self._scheduler.num_spec_tokens or name in begun
-        ) or bool(step.gone)
+        )
 
     def _unwritten(self) -> set[int]:
         """Return the blocks of requests that a step in flight may still write to.
@@ -134,7 +134,7 @@ class PinnedBlocks:
         self._pool.touch(held)
         self._pinned.setdefault(carry, []).extend(reversed(held))
         tokens = list(request.output_token_ids)
-        members = self._by_member(tables)
+        members = self._blocks.tables_by_member(tables)
         return CarriedRequest(request.request_id, tokens, whole * size, members, request.num_tokens)
 
     def _with_cached(self, group: int, request: Request, blocks: Sequence[KVCacheBlock]) -> Table:
@@ -165,10 +165,6 @@ class PinnedBlocks:
         """Remember a request that has come, so that what is cached of it is found when it ends."""
         if not request.mm_features and request.prompt_embeds is None:
             self._latest.put(request.request_id, request, request.num_prompt_tokens)
-
-    def _by_member(self, tables: Iterable[Table]) -> dict[int, list[list[int]]]:
-        """Return each member's own block ids, for each KV group."""
-        return self._blocks.by_member([[block.block_id for block in table] for table in tables])
 
     @property
     def _manager(self) -> Any:
