@@ -389,15 +389,41 @@ class CostModel:
     ) -> "CostModel":
         """Return the model with these steps' correction anew, from steps of known work.
 
+        Steps that hide what they read from other engines say what computing takes, too, if their
+        lengths differ. Other layouts' steps would say it worse: in TP only short ones may have been
+        measured.
+
         Args:
             layout: the layout of the steps.
             mode: their mode.
             kind: their kind.
             measured: the work of each and its seconds; at least one.
         """
-        pairs = [(self._uncorrected(layout, batch, mode), seconds) for batch, seconds in measured]
-        new = Correction(layout, kind, mode, streams=self.streams(layout, mode))
-        return self._with(new.fit(pairs))
+        new, known = Correction(layout, kind, mode, streams=self.streams(layout, mode)), self
+        hiding = self._hiding(layout, mode, measured) if new.streams else []
+        lengths = [computing for computing, _ in hiding]
+        if hiding and max(lengths) > 2 * min(lengths):
+            known = self._with(replace(new, streams=False).fit(hiding))
+        pairs = [(known._uncorrected(layout, batch, mode), seconds) for batch, seconds in measured]
+        return known._with(new.fit(pairs))
+
+    def _hiding(
+        self, layout: Layout, mode: Mode, measured: Sequence[tuple[Batch, float]]
+    ) -> list[tuple[float, float]]:
+        """Return the roofline and the measured seconds of steps that compute longer than they read.
+
+        These times are in seconds. The roofline is that of steps which read nothing from others.
+        """
+        whole = replace(self, share_weights=1)
+        pairs = [
+            (whole.roofline_seconds(layout, batch, mode), batch, seconds)
+            for batch, seconds in measured
+        ]
+        return [
+            (computing, seconds)
+            for computing, batch, seconds in pairs
+            if computing >= self.roofline_seconds(layout, batch, mode)
+        ]
 
     def _uncorrected(self, layout: Layout, batch: Batch, mode: Mode) -> float:
         """Return the time that the correction of these steps changes."""

@@ -92,6 +92,20 @@ def test_steps_that_read_weights_of_others_say_nothing_of_those_that_do_not() ->
     assert again.step_seconds(DP, short) == pytest.approx(1.5 * 12e-3), "reading took all the time"
 
 
+def test_long_steps_that_hide_the_reading_say_what_computing_takes() -> None:
+    """A group's short steps that all take as long, as they wait for their host, say it wrong."""
+    flat = [(Batch(prefill_tokens=tokens), 30e-3) for tokens in (10, 100, 1000)]
+    group = SHARED.fit(Layout(tp=4), Mode.TP, StepKind.PREFILL, flat)
+    sizes = (100, 8000, 20_000, 60_000)
+    taken = {tokens: max(12e-3, 1.2 * 2e-6 * tokens) for tokens in sizes}
+    batches = [(Batch(prefill_tokens=tokens), taken[tokens]) for tokens in sizes]
+    model = group.fit(DP, Mode.TP, StepKind.PREFILL, batches)
+    for batch, seconds in batches:
+        assert model.step_seconds(DP, batch) == pytest.approx(seconds, rel=0.02)
+    whole = replace(model, share_weights=1)
+    assert whole.step_seconds(DP, Batch(prefill_tokens=30_000)) == pytest.approx(72e-3, rel=0.02)
+
+
 def test_a_step_that_reads_weights_takes_at_least_its_corrected_computing() -> None:
     long = Batch(prefill_tokens=20_000)
     whole = replace(SHARED, share_weights=1)
