@@ -194,6 +194,13 @@ def said_of_real_traces(results: Results) -> list[str]:
     ]
 
 
+def said_of_the_other_static_layout(results: Results) -> list[str]:
+    """Return the same of those windows beside stock TP2."""
+    beside = results["beside stock TP2"]
+    ahead = sorted(-percent for percent in later(beside, "shoal", "stock-tp"))
+    return ["{:.0f}, {:.0f} and {:.0f} % [ahead of stock TP2]".format(*ahead)]
+
+
 def said_of_one_gpu(results: Results) -> list[str]:
     """Return what it must say of the run on one GPU."""
     percents = sorted(later(results, "shoal", "stock-dp"))
@@ -221,6 +228,7 @@ DERIVED: tuple[tuple[str, Callable[[Results], list[str]]], ...] = (
     ("4xh100", said_of_four_gpus),
     ("2xh200-m", said_of_an_earlier_run),
     ("2xh200-o", said_of_real_traces),
+    ("2xh200-o", said_of_the_other_static_layout),
     ("1xh200", said_of_one_gpu),
     ("2xh200-i", said_of_a_carry),
     ("2xh200-c", said_of_an_idle_switch),
