@@ -180,7 +180,7 @@ class Capacity:
         found = {} if request is None else self._prefixes.where(request.prompt, units)
         if request is None or not found:
             return seen
-        cached = tuple((unit, request.prompt.tokens(count)) for unit, count in found.items())
+        cached = tuple((unit, request.prompt.common_tokens(count)) for unit, count in found.items())
         return replace(seen, cached=cached, prefix=request.prompt.hashes[max(found.values()) - 1])
 
     @cached_property

@@ -146,7 +146,7 @@ class PrefixBook:
             How many of the tokens are expected in the unit's cache.
         """
         stretches = self.where(prompt, (unit,)).get(unit, 0)
-        found = prompt.tokens(stretches)
+        found = prompt.common_tokens(stretches)
         ages = self._units[unit].ages(prompt, stretches, self._now) if stretches else []
         late = sum(n for age, n in ages if self._now / 4 <= age < self._now / 2)
         self._asked = SHARE_KEPT * self._asked + tokens

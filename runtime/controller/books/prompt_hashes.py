@@ -43,10 +43,24 @@ class PromptHashes(msgspec.Struct, frozen=True):
     """Mean bytes of a token of this prompt."""
     reads_cache: bool = True
     """Whether the request may use what is cached."""
+    length: int = 0
+    """The prompt's bytes."""
 
     def tokens(self, stretches: int) -> int:
         """Return about how many tokens lie in the first ``stretches`` stretches."""
         return int(ENDS[stretches - 1] / self.token_bytes) if stretches else 0
+
+    def common_tokens(self, stretches: int) -> int:
+        """Return about how many tokens are common with a prompt that has as many common stretches.
+
+        The next stretch differs, or ends beyond the prompt. Its first half is taken to be common,
+        because where it differs may be anywhere in it.
+        """
+        if not stretches:
+            return 0
+        start = ENDS[stretches - 1]
+        end = max(start, min(ENDS[stretches], self.length))
+        return int((start + end) / 2 / self.token_bytes)
 
     def tokens_beside(self, known: Collection[int]) -> int:
         """Return how many of its tokens are in none of some stretches, whose hashes are known."""
@@ -75,4 +89,5 @@ def prompt_hashes(view: wire.RequestView) -> PromptHashes:
         hashes.append(state)
         start = end
     reads = view.sampling_params is None or not view.sampling_params.skips_prefix_cache
-    return PromptHashes(tuple(hashes), content.nbytes / max(1, view.prompt_tokens), reads)
+    token_bytes = content.nbytes / max(1, view.prompt_tokens)
+    return PromptHashes(tuple(hashes), token_bytes, reads, content.nbytes)
