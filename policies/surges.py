@@ -1,8 +1,8 @@
 """Surges: sudden times in which requests come at a much higher rate.
 
-Nobody knows how long a surge will last. But those of a node are often alike, so it may last as long
-as one of the latest. Or it is like none of them. Then it lasts at least x times as long as it has
-lasted with a probability of 1 / (1 + x).
+Nobody knows how long a surge will last. But those of a node are often alike, so it is taken to last
+as long as the latest did, until it has lasted much longer. Then it is like none of them, and lasts
+at least x times as long as it has lasted with a probability of 1 / (1 + x).
 """
 
 from bisect import bisect_right
@@ -18,7 +18,7 @@ UNKNOWN_LENGTHS = ((1 / 2, 0.3), (1 / 3, 2.0), (1 / 6, 11.0))
 those below 1, of those from 1 to 5, and of those above 5."""
 KEPT = 3
 """So many of the latest surges say how long the next one may last."""
-ALIKE = 2.0
+ALIKE = 1.5
 """A surge may still be like one that was so many times shorter."""
 LEAST_LEFT = 0.25
 """It then lasts for this share of its time longer, at least."""
@@ -98,9 +98,7 @@ class Surges:
         alike = sorted(length for length in self.lengths if age < ALIKE * length)
         if not alike:
             return UNKNOWN_LENGTHS
-        share = 1 / (1 + len(alike))
-        more = max(LEAST_LEFT, alike[len(alike) // 2] / age - 1)
-        return (*((share * one, times) for one, times in UNKNOWN_LENGTHS), (1 - share, more))
+        return ((1.0, max(LEAST_LEFT, alike[len(alike) // 2] / age - 1)),)
 
     def _age(self, now: float) -> float:
         return 0.0 if self.began is None else max(WINDOWS[0], now - self.began)

@@ -107,14 +107,10 @@ def test_a_node_that_is_watched_anew_is_in_no_surge() -> None:
     assert (anew.began, anew.lengths) == (None, (3.0,))
 
 
-def test_a_surge_may_last_as_long_as_the_latest_ones_have() -> None:
-    after_a_second = Surges(NOW - 1.0, lengths=(4.0, 0.9, 0.2))
-    lasting = after_a_second.lasting(NOW)
-    assert sum(probability for probability, _ in lasting) == pytest.approx(1.0)
+def test_a_surge_is_taken_to_last_as_long_as_the_latest_ones_have() -> None:
     # 4 s are 3 more, and after 0.9 s it may be alike; after 0.2 s it is of another kind.
-    assert lasting[len(UNKNOWN_LENGTHS) :] == ((pytest.approx(2 / 3), pytest.approx(3.0)),)
-    over = Surges(NOW - 1.0, lengths=(0.9, 0.9, 4.0)).lasting(NOW)
-    assert over[len(UNKNOWN_LENGTHS) :] == ((3 / 4, LEAST_LEFT),)
+    assert Surges(NOW - 1.0, lengths=(4.0, 0.9, 0.2)).lasting(NOW) == ((1.0, pytest.approx(3.0)),)
+    assert Surges(NOW - 1.0, lengths=(0.9, 0.9, 4.0)).lasting(NOW) == ((1.0, LEAST_LEFT),)
     assert Surges(NOW - 4.0 * ALIKE, lengths=(4.0,)).lasting(NOW) == UNKNOWN_LENGTHS
     assert Surges(NOW - 1.0).lasting(NOW) == UNKNOWN_LENGTHS
     assert Surges(lengths=(4.0,)).lasting(NOW) == ()
