@@ -39,7 +39,7 @@ from shoal.loadgen.bench.systems import (
 from shoal.loadgen.bench.token_client import Client
 from shoal.loadgen.bench.traffic_clients import replay_by_ours, replay_by_vllm
 from shoal.loadgen.bench.traffic_pictures import draw_all, keep_requests, kept_requests
-from shoal.loadgen.bench.traffic_simulated import STOCK_SEQS, Simulated, simulate_way
+from shoal.loadgen.bench.traffic_simulated import Simulated, simulate_way
 from shoal.loadgen.bench.traffic_tables import (
     KEPT,
     STATISTICS,
@@ -198,8 +198,10 @@ def _simulated(args: Namespace) -> Simulated | None:
         shape, hardware = read_simulated(args.simulated_shape), hardware_named(args.hardware)
     except FileError as error:
         raise UserError(str(error)) from error
+    most, tokens = hardware.batch_limits
     sizes = {"engines": args.engines, "max_group": args.engines, "max_sp": args.engines}
-    return Simulated(Node(shape, hardware, **sizes, max_num_seqs=STOCK_SEQS))
+    node = Node(shape, hardware, **sizes, max_num_seqs=most, max_num_batched_tokens=tokens)
+    return Simulated(node)
 
 
 def _simulate_all(simulated: Simulated, figures: Figures, traffic: Sequence[Traffic]) -> None:

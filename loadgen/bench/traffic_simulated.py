@@ -14,8 +14,6 @@ from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.simulated_node import simulate
 from shoal.server.commands.simulate import records_of
 
-STOCK_SEQS = 1024
-"""vLLM's own limit of a server's batch on a GPU of 70 GiB and more (``EngineArgs``)."""
 COMPARED = ("mean_ttft_ms", "p90_ttft_ms", "mean_tpot_ms", "mean_e2el_ms", "p90_e2el_ms")
 """The figures whose error is reported, by their names in vLLM's results."""
 

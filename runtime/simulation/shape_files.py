@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,8 +26,11 @@ DTYPE_BYTES = {"mxfp4": 17 / 32, "fp8": 1.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4
 ACTIVATION_BYTES = 2.0
 BLOCK_TOKENS = 16
 """Tokens of one KV block of a single engine."""
-MEMORY_SHARE = 0.9
+MEMORY_SHARE = 0.92
 """Share of a device's memory that an engine uses, which is vLLM's default."""
+
+LARGE_GPU_BYTES, LARGEST_GPU_BYTES = float(70 << 30), float(160 << 30)
+"""From these sizes of memory on, vLLM's own limits of a batch are higher."""
 
 _HERE = Path(__file__).parent
 _File = TypeVar("_File", bound=msgspec.Struct)
@@ -183,6 +186,14 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class BatchLimits(NamedTuple):
+    """The most that a unit batches."""
+
+    requests: int
+    tokens: int
+    """Of one step."""
+
+
 class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One engine's device and its links, with the rates that measured steps reach."""
 
@@ -225,6 +236,18 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layers."""
     reserved_bytes: float = 6e9
     """Memory that is neither weights nor KV: activations, communicators, graphs of every layout."""
+
+    @property
+    def batch_limits(self) -> BatchLimits:
+        """The limits that vLLM's API server has by default (``EngineArgs.get_batch_defaults``).
+
+        vLLM makes an exception of the A100, the only such large GPU that computes no FP8.
+        """
+        if self.memory_bytes >= LARGEST_GPU_BYTES:
+            return BatchLimits(1024, 16_384)
+        if self.memory_bytes >= LARGE_GPU_BYTES and "fp8" in self.flops_per_second:
+            return BatchLimits(1024, 8192)
+        return BatchLimits(256, 2048)
 
     def for_dtype(self, dtype: str) -> Hardware:
         """Return what the cost model knows about the device.

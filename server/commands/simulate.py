@@ -77,14 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--policy", required=True, metavar="NAME[,NAME]", help="policies to compare")
     _add_layout_options(parser)
     _add_hardware_options(parser)
-    add("--max-num-seqs", type=int, default=256, metavar="N", help="(default: %(default)s)")
-    add(
-        "--max-num-batched-tokens",
-        type=int,
-        default=8192,
-        metavar="N",
-        help="(default: %(default)s)",
-    )
+    for name in ("--max-num-seqs", "--max-num-batched-tokens"):
+        add(name, type=int, metavar="N", help="(default: vLLM's own on this hardware)")
     add(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
@@ -165,6 +159,11 @@ def _node(
         raise UserError("--max-pp and --share-weights exclude each other")
     if args.layout is not None and [*policies] != ["manual"]:
         raise UserError("--layout is for --policy manual: the other policies decide the layout")
+    hardware = hardware_named(args.hardware)
+    if args.max_num_seqs is None:
+        args.max_num_seqs = hardware.batch_limits.requests
+    if args.max_num_batched_tokens is None:
+        args.max_num_batched_tokens = hardware.batch_limits.tokens
     check_at_least(args, 1, "max_num_seqs", "max_num_batched_tokens")
     check_at_least(args, 0, "captured_tokens", "mixed_step_tokens", "kv_tier_gib")
     check_shift(args, policies, max_group)
@@ -179,7 +178,7 @@ def _node(
         )
     return Node(
         shape=shape,
-        hardware=hardware_named(args.hardware),
+        hardware=hardware,
         engines=args.engines,
         max_group=max_group,
         max_pp=args.max_pp,

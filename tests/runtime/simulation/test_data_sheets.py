@@ -72,3 +72,17 @@ def test_hardware_is_read_by_any_name() -> None:
     assert hardware_named("h200") == read_hardware("h200")
     with pytest.raises(FileError, match="no-such-gpu"):
         hardware_named("no-such-gpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "tokens"),
+    [
+        ("h200", 1024, 8192),
+        ("h100", 1024, 8192),
+        ("b200", 1024, 16_384),
+        ("a100-80gb", 256, 2048),
+        ("l40s", 256, 2048),
+    ],
+)
+def test_a_server_s_batch_has_vllm_s_own_limits(name: str, requests: int, tokens: int) -> None:
+    assert hardware_named(name).batch_limits == (requests, tokens)

@@ -145,3 +145,23 @@ def test_what_is_wrong_is_one_line(
 def test_a_target_has_three_parts(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--trace", "bursty", "--policy", "static-dp", "--target", target) == 2
     assert "--target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("hardware", "seats"), [("h200", 1024), ("l40s", 256)])
+def test_a_node_has_the_seats_that_vllm_gives_it_on_that_hardware(
+    hardware: str, seats: int, tmp_path: Path
+) -> None:
+    figures = tmp_path / "figures.json"
+    common = (
+        *("--trace", "poisson", "--rate", "2000", "--requests", "500", "--policy", "static-dp"),
+        *("--prompt-tokens", "16", "--output-tokens", "200", "--engines", "1"),
+        *("--hardware", hardware, "--model-shape", "llama-3-8b-bf16", "--json", str(figures)),
+    )
+
+    def mean(*options: str) -> float:
+        assert run(*common, *options) == 0
+        (report,) = json.loads(figures.read_text())["reports"]
+        return float(report["groups"]["all"]["e2el"]["mean"])
+
+    assert mean() == mean("--max-num-seqs", str(seats))
+    assert mean() != mean("--max-num-seqs", str(1280 - seats))
