@@ -4,12 +4,13 @@ Every candidate has a shadow (``shadow.py``), and so has the current partition, 
 model does not know cancels out. A shadow begins with the requests that are on the node.
 """
 
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import ceil, exp, inf, log1p
+from math import ceil, exp, inf
 from typing import NamedTuple
 
+from shoal.policies.guessed_outputs import drawn_output, longer_output, rest_of_output
 from shoal.policies.shadow import Decode, Job, Present, Shadow, Terms, fork, present
 from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import Mode, StepKind
@@ -22,18 +23,13 @@ from shoal.policies.values.snapshot import (
     StepPredictor,
 )
 
-LEAST_OUTPUTS = 16
-"""So many outputs must have ended before lengths are drawn from theirs; until then, they are drawn
-as if outputs ended at random times.
-"""
-GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, are spread evenly, however many there are."""
-
 HORIZONS = (1.25, 2.5, 5.0, 10.0)
 """``foreseen`` looks so many seconds ahead, and takes the time after which a switch has paid best.
 """
 AGAIN_SECONDS = HORIZONS[-1]
 """It lets the requests of so many seconds come again."""
+CLUMP_SECONDS = 0.25
+"""Requests within such a time are a clump, as far as they are more than come evenly."""
 LEAST_SECONDS = 1.0
 """The latest requests count as having come within at least this time."""
 TermsOf = Mapping[Layout, Terms]
@@ -111,6 +107,22 @@ class Hindsight:
     def span(self) -> float:
         """The seconds of which the latest jobs are."""
         return min(AGAIN_SECONDS, max(LEAST_SECONDS, self.at - self.began))
+
+    @property
+    def period(self) -> float:
+        """The seconds after which the latest jobs come again.
+
+        A node that was watched for a short time was watched from its first request on, and is often
+        judged when others have just come. So the time until the next ones counts, too. It is as
+        long as the mean time between clumps of requests.
+        """
+        if self.span == AGAIN_SECONDS or not self.latest:
+            return self.span
+        windows = Counter(int(job.start / CLUMP_SECONDS) for job in self.latest)
+        count = len(self.latest)
+        evenly = count * CLUMP_SECONDS / self.span
+        clump = max(1.0, sum(n * n for n in windows.values()) / count - evenly)
+        return min(AGAIN_SECONDS, self.span * (1 + clump / count))
 
 
 class News(NamedTuple):
@@ -322,7 +334,7 @@ def _mirrored(seen: Hindsight, length: float = 1.0) -> Iterator[tuple[float, Job
     Of a node that was watched for less than that, the time before is not known. So they come to and
     fro. What took a second takes ``length`` seconds, in which so many times as many jobs come.
     """
-    span, due = seen.span, 0.0
+    span, due = seen.period, 0.0
     for k in range(ceil(AGAIN_SECONDS / span / length)):
         last = 0.0
         for job in seen.latest if k % 2 else reversed(seen.latest):
@@ -338,7 +350,7 @@ def _mirrored(seen: Hindsight, length: float = 1.0) -> Iterator[tuple[float, Job
 
 def _repeated(seen: Hindsight) -> Iterator[tuple[float, Job]]:
     """Yield when the latest jobs come again as they came, from the first one to the last."""
-    span = seen.span
+    span = seen.period
     for k in range(ceil(AGAIN_SECONDS / span)):
         for job in seen.latest:
             yield max(seen.at + k * span, job.start + (k + 1) * span), job
@@ -408,36 +420,3 @@ def on_node(snapshot: Snapshot) -> Present:
 def _job(snapshot: Snapshot, prompt: int, drawn: int) -> Job:
     tokens = max(1, prompt)
     return Job(snapshot.now, tokens, tokens, drawn_output(snapshot, drawn))
-
-
-def drawn_output(snapshot: Snapshot, serial: int) -> int:
-    """Return the tokens that the next request is expected to generate."""
-    known, share = snapshot.outputs, serial * GOLDEN % 1
-    if len(known) < LEAST_OUTPUTS:
-        return max(1, round(-snapshot.output_tokens * log1p(-share)))
-    return max(1, known[int(share * len(known))])
-
-
-def longer_output(snapshot: Snapshot, serial: int, tokens: int) -> int:
-    """Return the tokens that a request is expected to generate which has generated so many."""
-    known, share = snapshot.outputs, serial * GOLDEN % 1
-    if len(known) < LEAST_OUTPUTS:
-        return tokens + max(1, round(-snapshot.output_tokens * log1p(-share)))
-    longer = known[bisect_right(known, tokens) :]
-    return longer[int(share * len(longer))] if longer else 2 * tokens
-
-
-def rest_of_output(snapshot: Snapshot, share: float) -> int:
-    """Return what is left of the output of a running request; ``share`` numbers them from 0 to 1.
-
-    A running request is more likely a long one, and is seen anywhere in its course.
-    """
-    known = snapshot.outputs
-    if len(known) < LEAST_OUTPUTS:
-        return max(1, round(share * snapshot.output_tokens))
-    place = share * sum(known)
-    for tokens in known:
-        if place < tokens:
-            return max(1, round(place))
-        place -= tokens
-    return known[-1]

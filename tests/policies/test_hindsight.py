@@ -79,11 +79,12 @@ def test_the_latest_come_again_first() -> None:
 
 
 def test_to_a_node_that_was_watched_for_short_they_come_to_and_fro() -> None:
+    # After the last of two requests in four seconds, two more seconds are a third of what is usual.
     again = times(seen(NOW - 3, NOW - 1, began=NOW - 4))
-    assert again == [1, 3, 5, 7, 9, 11]
-    # Requests that have all come in this moment count as those of a second.
+    assert again == [1, 3, 9, 11]
+    # Requests that have all come in this moment count as those of more than a second.
     again = times(seen(NOW, NOW, began=NOW))
-    assert len(again) == 2 * AGAIN_SECONDS
+    assert again[:4] == [0, 0, 3.5, 3.5]
     assert all(a <= b for a, b in pairwise(again))
 
 
@@ -92,8 +93,17 @@ def test_what_has_happened_may_come_again_as_it_came() -> None:
         return [at - NOW for at, _ in _repeated(here)]
 
     assert again(seen(NOW - 5, NOW - 2, NOW - 1)) == [5, 8, 9]
-    assert again(seen(NOW - 3, NOW - 1, began=NOW - 4)) == [1, 3, 5, 7, 9, 11]
-    assert len(again(seen(NOW, NOW, began=NOW))) == 2 * AGAIN_SECONDS
+    assert again(seen(NOW - 3, NOW - 1, began=NOW - 4)) == [3, 5, 9, 11]
+    assert again(seen(NOW, NOW, began=NOW))[:4] == [1.75, 1.75, 3.5, 3.5]
+
+
+def test_clumps_that_came_at_both_ends_of_the_time_are_not_taken_for_more() -> None:
+    """Six come every two seconds, and the node was watched since the first of three such clumps."""
+    clumps = sorted([NOW - 4, NOW - 2, NOW] * 6)
+    assert 5 < seen(*clumps, began=NOW - 4).period <= 6
+    evenly = seen(*rate(40, 2), began=NOW - 2)
+    assert evenly.period == pytest.approx(2, rel=0.03)
+    assert seen(*clumps, began=NOW - 60).period == AGAIN_SECONDS
 
 
 def test_a_switch_must_pay_whether_what_happens_goes_on_or_not(
