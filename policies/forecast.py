@@ -173,15 +173,19 @@ class Forecast:
         What is used again soon is lost only once, such as a beginning that all prompts share. How
         much is used again only after longer than the node was watched is a guess: as much between
         a time and its double as between a quarter and half of the time until now. Mooncake's chats
-        go on like that. All this is at most what a switch leaves behind.
+        go on like that. All this is at most what a switch leaves behind. It takes along what was
+        used latest.
         """
-        snapshot = self._snapshot
-        rate = snapshot.prompt_tokens / max(0.1, 1 - snapshot.hit_share) * snapshot.usual_rate
+        snapshot, latest = self._snapshot, self._taken_along
+        rate = self._prompt * snapshot.usual_rate
         found = CACHE_SECONDS * snapshot.hit_share * rate
-        unseen = max(0.0, CACHE_SECONDS * rate - snapshot.watched_tokens / 2)
+        unseen = max(0.0, CACHE_SECONDS * rate - max(latest, snapshot.watched_tokens / 2))
         unknown = snapshot.late_share / math.log(2) * unseen
+        lost = snapshot.lost_tokens
+        if lost:
+            lost *= math.exp(-latest * snapshot.hit_share / lost)
         token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
-        return min(found, self._left_behind, snapshot.lost_tokens + unknown) * token
+        return min(found, self._left_behind, lost + unknown) * token
 
     @property
     def _left_behind(self) -> int:
@@ -191,13 +195,29 @@ class Forecast:
         )
         return sum(max(0, tokens) for tokens in rest)
 
+    @property
+    def _prompt(self) -> float:
+        """Tokens of the mean prompt, those that it finds in a cache included."""
+        return self._snapshot.prompt_tokens / max(0.1, 1 - self._snapshot.hit_share)
+
+    @property
+    def _taken_along(self) -> float:
+        """The latest tokens of prompts of which a switch takes along all that is cached."""
+        snapshot, tokens = self._snapshot, 0
+        for unit in snapshot.units:
+            ended = max(0, unit.cached_tokens - unit.context_tokens)
+            tokens += min(ended, unit.portable_tokens)
+        return tokens * self._prompt / max(1.0, snapshot.prompt_tokens + snapshot.output_tokens)
+
     def empty_caches(self) -> EmptyCaches:
         """Return what requests find after a switch, in which caches are left behind.
 
         How long ago it was last used is taken to be distributed exponentially.
         """
-        share, lost = self._snapshot.hit_share, min(self._snapshot.lost_tokens, self._left_behind)
-        return EmptyCaches(lost / share if share else 0.0)
+        share, lost = self._snapshot.hit_share, self._snapshot.lost_tokens
+        if not (share and self._left_behind):
+            return EmptyCaches(0.0)
+        return EmptyCaches(lost / share, round(self._taken_along))
 
     def has_room(self, candidate: Partition) -> bool:
         """Return whether the requests that a switch moves can take their KV along.

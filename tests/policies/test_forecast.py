@@ -223,10 +223,20 @@ def test_what_a_switch_takes_along_is_not_lost() -> None:
     assert half == refill(lost_tokens=inf, cached_tokens=300) > 0
 
 
+def test_what_is_lost_was_used_longer_ago_than_what_a_switch_takes_along() -> None:
+    nothing, little, more = (refill(portable_tokens=tokens) for tokens in (0, 50, 500))
+    assert 0 < more < 0.2 * little < 0.2 * nothing
+    guess = {"watched_tokens": 80_000.0, "late_share": math.log(2) / 100, "lost_tokens": 0.0}
+    assert refill(**guess, portable_tokens=500) == refill(**guess), "it was watched for longer"
+    assert 0 < refill(**guess, portable_tokens=20_000) < refill(**guess)
+
+
 def test_caches_that_a_switch_takes_along_are_not_empty_after_it() -> None:
     seen = replace(node(DP, {0: 4}, rate=4.0), hit_share=0.5, lost_tokens=600.0)
     units = tuple(replace(unit, cached_tokens=100_000) for unit in seen.units)
     assert Forecast(replace(seen, units=units), MODEL).empty_caches().memory == 1200.0
+    some = tuple(replace(unit, portable_tokens=1000) for unit in units)
+    assert Forecast(replace(seen, units=some), MODEL).empty_caches().tokens > 1000
     portable = tuple(replace(unit, portable_tokens=100_000) for unit in units)
     assert Forecast(replace(seen, units=portable), MODEL).empty_caches().memory == 0.0
     assert Forecast(replace(seen, hit_share=0.0), MODEL).empty_caches().memory == 0.0
