@@ -33,7 +33,7 @@ def test_small_batches_wait_for_copies_and_large_ones_hide_them() -> None:
 
 
 def test_a_model_that_is_larger_than_a_gpu_has_only_shared_weights() -> None:
-    found = project("llama-3-70b-fp8", "h100", 2, 2, {8: 8}, job(20, 100, 20, seed=1))
+    found = project("codellama-34b-bf16", "l40s", 2, 2, {8: 8}, job(20, 100, 20, seed=1))
     assert list(found.steps) == ["WaS", "TP2"]
     assert found.missing
     assert "DP, whole weights" not in found.jobs
