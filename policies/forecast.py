@@ -190,10 +190,8 @@ class Forecast:
     @property
     def _left_behind(self) -> int:
         """The cached tokens that a switch does not take along."""
-        rest = (
-            u.cached_tokens - u.context_tokens - u.portable_tokens for u in self._snapshot.units
-        )
-        return sum(max(0, tokens) for tokens in rest)
+        units = self._snapshot.units
+        return sum(max(0, of_ended(unit) - unit.portable_tokens) for unit in units)
 
     @property
     def _prompt(self) -> float:
@@ -203,10 +201,8 @@ class Forecast:
     @property
     def _taken_along(self) -> float:
         """The latest tokens of prompts of which a switch takes along all that is cached."""
-        snapshot, tokens = self._snapshot, 0
-        for unit in snapshot.units:
-            ended = max(0, unit.cached_tokens - unit.context_tokens)
-            tokens += min(ended, unit.portable_tokens)
+        snapshot = self._snapshot
+        tokens = sum(map(of_ended, snapshot.units)) - self._left_behind
         return tokens * self._prompt / max(1.0, snapshot.prompt_tokens + snapshot.output_tokens)
 
     def empty_caches(self) -> EmptyCaches:
@@ -303,6 +299,11 @@ def work_of(snapshot: Snapshot) -> Work:
         prompt=max(1.0, usual_prompt(snapshot)),
         output=max(1.0, snapshot.output_tokens),
     )
+
+
+def of_ended(unit: UnitState) -> int:
+    """Return the tokens that a unit has cached of requests which have ended."""
+    return max(0, unit.cached_tokens - unit.context_tokens)
 
 
 def usual_prompt(snapshot: Snapshot) -> float:

@@ -118,11 +118,25 @@ class Hindsight:
         """
         if self.span == AGAIN_SECONDS or not self.latest:
             return self.span
-        windows = Counter(int(job.start / CLUMP_SECONDS) for job in self.latest)
         count = len(self.latest)
         evenly = count * CLUMP_SECONDS / self.span
-        clump = max(1.0, sum(n * n for n in windows.values()) / count - evenly)
+        clump = clump_size([job.start for job in self.latest], CLUMP_SECONDS, evenly)
         return min(AGAIN_SECONDS, self.span * (1 + clump / count))
+
+
+def clump_size(times: Collection[float], window: float, evenly: float) -> float:
+    """Return how many requests come at once, at least 1.
+
+    It is the variance of their number in a window, as a multiple of its mean, which is 1 if they
+    come one by one at random.
+
+    Args:
+        times: when requests came, in seconds from any moment; at least one.
+        window: seconds.
+        evenly: their mean number in a window.
+    """
+    windows = Counter(int(at / window) for at in times).values()
+    return max(1.0, sum(n * n for n in windows) / len(times) - evenly)
 
 
 class News(NamedTuple):

@@ -6,12 +6,11 @@ at least x times as long as it has lasted with a probability of 1 / (1 + x).
 """
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, log
 
-from shoal.policies.hindsight import Hindsight, Lasting
+from shoal.policies.hindsight import Hindsight, Lasting, clump_size
 
 UNKNOWN_LENGTHS = ((1 / 2, 0.3), (1 / 3, 2.0), (1 / 6, 11.0))
 """What ``lasting`` returns of a surge that is like none before. The lengths are the medians of
@@ -120,8 +119,7 @@ class Surges:
             usual = before * window / max(window, span - window)
             if before < BEFORE or count < FACTOR * _most(ages[count:], window):
                 continue
-            windows = Counter(int(ago / window) for ago in ages[count:]).values()
-            clumps = max(1.0, sum(n * n for n in windows) / before - usual)
+            clumps = clump_size(ages[count:], window, usual)
             if _nats(count, count, usual) > BEGIN_NATS * clumps:
                 began, rate = seen.at - window, usual / window
                 return Surges(began, rate, count, clumps, self.lengths, self.ended)
