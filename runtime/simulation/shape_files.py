@@ -123,7 +123,7 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _sharable_of_layer(self, share: int, widest: int, max_sp: int) -> int:
         layer = 3 * self.hidden * self.intermediate
         shares_heads = is_attention_shared(self.kv_heads, share, widest, max_sp)
-        if shares_heads and self.weight_dtype != "fp8" and not self.attention_parameters:
+        if shares_heads and not self.attention_parameters:
             layer += self._projections
         return layer
 

@@ -152,7 +152,11 @@ def quantised_input(layer: nn.Module, x: Any) -> tuple[torch.Tensor, torch.Tenso
 
 
 def multiply(
-    part: nn.Module, data: torch.Tensor, scale: torch.Tensor, shape: torch.Size
+    part: nn.Module,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    shape: torch.Size,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what vLLM's kernel makes of inputs that are quantised: ``[..., outputs of the part]``.
 
@@ -161,11 +165,13 @@ def multiply(
         data: FP8, ``[tokens, inputs of the part]``, packed.
         scale: of the inputs.
         shape: of the inputs before they were quantised; all but the last dimension counts.
+        bias: is added to the outputs.
     """
     kernel, out_dtype = part.kernel, part.kernel.config.out_dtype
     if isinstance(kernel, Fp8BlockScaledMMLinearKernel):
         block_scale = FP8BlockParams.from_layer(part).block_scale
         output = kernel.apply_block_scaled_mm(A=data, B=part.weight, As=scale, Bs=block_scale)
+        output = output if bias is None else output + bias
         return output.to(out_dtype).view(*shape[:-1], output.shape[-1])
     output_shape = [*shape[:-1], part.weight.shape[1]]
     return kernel.apply_scaled_mm(
@@ -174,7 +180,7 @@ def multiply(
         out_dtype=out_dtype,
         As=scale,
         Bs=part.weight_scale,
-        bias=None,
+        bias=bias,
         output_shape=output_shape,
     )
 

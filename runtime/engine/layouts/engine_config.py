@@ -38,7 +38,7 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
     config = take(configs, layout)
     config.parallel_config.distributed_executor_backend = executor_class
     config.load_config.use_tqdm_on_load = False
-    shared = f"shared={node.share_weights},attention={shares_attention(node, config)}"
+    shared = f"shared={node.share_weights},heads={shares_attention(node, config)}"
     shared += f",vocabulary={shares_vocabulary(node, config)}"
     config.additional_config = {
         **config.additional_config,
@@ -72,7 +72,7 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
 
 
 def shares_attention(node: NodeConfig, config: VllmConfig) -> bool:
-    """Return whether engines share the weights of attention's projections that are plain."""
+    """Return whether engines share the weights of attention's projections."""
     kv_heads = config.model_config.get_total_num_kv_heads()
     return is_attention_shared(kv_heads, node.share_weights, node.max_group, node.max_sp)
 

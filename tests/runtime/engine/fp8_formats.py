@@ -89,6 +89,24 @@ def quantise(
     return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """What torch's operator does, which many CPUs have only as slow reference code.
+
+    In 64 bits sums of products of FP8 values are exact, so their order does not matter.
+    """
+    product = (a.double() @ b.double()) * scale_a * scale_b.view(-1)
+    return (product if bias is None else product + bias).to(out_dtype)
+
+
 class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     """A block-wise kernel for CPUs, which vLLM has only for some."""
 
@@ -179,6 +197,7 @@ def on_cpus() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(LinearBase, "_cpu_skip_gemm_dispatch", True, raising=False)
         leave_weights_on_cpus()
         patch.setattr(vllm_ops, "scaled_fp8_quant", quantise)
+        patch.setattr(torch, "_scaled_mm", scaled_mm)
         pick_for_blocks(patch, ReferenceBlockKernel, ReferenceBlockKernel)
         torch.set_default_dtype(torch.bfloat16)
         # vLLM compiles its online quantisation to blocks, for longer than all of it takes here.

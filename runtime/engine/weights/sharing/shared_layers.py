@@ -50,7 +50,7 @@ from shoal.runtime.engine.weights.sharing.shared_weight import (
     Degree,
     SharedWeight,
 )
-from shoal.runtime.engine.weights.sharing.slot_fp8 import SlotFp8, slot_fp8
+from shoal.runtime.engine.weights.sharing.slot_fp8 import SlotFp8, divides_heads, slot_fp8
 from shoal.runtime.engine.weights.sharing.slot_methods import (
     PartRange,
     SlotLinear,
@@ -131,12 +131,15 @@ class SharedLayers:
         owner, _, kind = name.rpartition(".")
         add, is_plain = partial(self.add, name), isinstance(stock, STOCK)
         method: SlotLinear | SlotFp8 | None = None
-        if isinstance(layer, _OF_MLPS.get(kind, ())):
+        if isinstance(layer, _OF_MLPS.get(kind, ())) or (
+            kind == OUTPUT and f"{owner}.{QKV}" in self._weights
+        ):
             method = SlotLinear(add) if is_plain else slot_fp8(stock, layer, name, add)
-        elif is_plain and kind == QKV and self._divides(layer):
-            method = SlotQkv(add)
-        elif is_plain and kind == OUTPUT and f"{owner}.{QKV}" in self._weights:
-            method = SlotLinear(add)
+        elif kind == QKV and self._divides(layer):
+            if is_plain:
+                method = SlotQkv(add)
+            elif divides_heads(stock, layer, self._degree.parts):
+                method = slot_fp8(stock, layer, name, add)
         if method is not None:
             self._methods[name] = method
         return method

@@ -15,7 +15,8 @@ QKV, OUTPUT = "qkv_proj", "o_proj"
 """The same for attention."""
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 """The same for the vocabulary: a part has the rows of some tokens."""
-_BY_INPUTS = (DOWN, OUTPUT)
+BY_INPUTS = (DOWN, OUTPUT)
+"""Of which a part has some of the inputs."""
 _OF_TOKENS = (EMBEDDING, HEAD)
 _NAMES = {"q": 0, "k": 1, "v": 2}
 """What vLLM calls the three parts of ``QKV``."""
@@ -45,8 +46,8 @@ class SharedWeight:
         degree: how it is divided.
         own: which part this engine keeps (``nested_order``).
         begin: where the part begins in the engine's memory, in bytes.
-        packed: whether each part of ``DOWN`` is a matrix of its own, with the outputs as rows, as
-            FP8 kernels need it; parts are one after the other. If not, the inner units are rows.
+        packed: whether each part of ``BY_INPUTS`` is a matrix of its own, with the outputs as rows,
+            as FP8 kernels need it; parts are one after the other. If not, the inputs are rows.
         order: which part each engine keeps.
         sections: outputs of each matrix of the whole weight: of gate and up, or of queries, keys
             and values. Empty: the kind says all.
@@ -75,7 +76,7 @@ class SharedWeight:
     @property
     def is_by_inputs(self) -> bool:
         """Whether a part has some of the inputs; others have some of the outputs."""
-        return self.kind in _BY_INPUTS
+        return self.kind in BY_INPUTS
 
     @property
     def holders(self) -> list[int]:
@@ -107,7 +108,7 @@ class SharedWeight:
 
     @property
     def _has_packed_parts(self) -> bool:
-        return self.packed and self.kind == DOWN
+        return self.packed and self.is_by_inputs
 
     def of_layer(self, stored: torch.Tensor) -> torch.Tensor:
         """Return what is stored as the layer has it: ``[outputs, inputs]``.

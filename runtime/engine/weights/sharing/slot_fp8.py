@@ -1,9 +1,9 @@
 """FP8 layers of which an engine keeps a part: one of vLLM's products for each piece of the weight.
 
-FP8 tensor cores need both operands with the inner dimension in a row. So a part of ``down_proj``,
-which has some of the inputs, cannot be stored transposed as those in 16 bits are: it is a packed
-matrix of its own, ``[outputs, inputs of the part]``, and is multiplied by itself. Inputs are
-quantised once, with the scales that they have without sharing. Every engine has all scales.
+FP8 tensor cores need both operands with the inner dimension in a row. So a part of ``down_proj`` or
+``o_proj``, which has some of the inputs, cannot be stored transposed as those in 16 bits are: it is
+a packed matrix of its own, ``[outputs, inputs of the part]``, and is multiplied by itself. Inputs
+are quantised once, with the scales that they have without sharing. Every engine has all scales.
 """
 
 from collections.abc import Iterable
@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 from vllm.model_executor.kernels.linear.scaled_mm.deep_gemm import DeepGemmFp8BlockScaledMMKernel
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Fp8,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 from vllm.model_executor.layers.quantization.utils.w8a8_utils import requantize_with_max_scale
 
+from shoal.policies.values.layouts import DP
 from shoal.runtime.engine.kernels.fp8_methods import (
     ViewedFp8,
     fp8_owner,
@@ -30,8 +31,23 @@ from shoal.runtime.engine.kernels.fp8_methods import (
 )
 from shoal.runtime.engine.weights.rules import fp8
 from shoal.runtime.engine.weights.rules.shards import Axes, UnviewableWeights, named
-from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, SharedWeight
-from shoal.runtime.engine.weights.sharing.slot_methods import Add, PartRange, register_slot
+from shoal.runtime.engine.weights.sharing.shared_weight import (
+    BY_INPUTS,
+    DOWN,
+    GATE_UP,
+    QKV,
+    SharedWeight,
+)
+from shoal.runtime.engine.weights.sharing.slot_methods import (
+    Add,
+    PartRange,
+    in_sections,
+    note_heads,
+    note_parts,
+    order_by_parts,
+    register_slot,
+)
+from shoal.runtime.engine.weights.sharing.slots import use_weights
 
 _LOADED = (Fp8LinearMethod, CompressedTensorsW8A8Fp8)
 """vLLM's methods and schemes of checkpoints in FP8. Those that quantise what they load need whole
@@ -45,7 +61,7 @@ class SplitFp8(ViewedFp8):
 
     Args:
         method: vLLM's own method for the layer.
-        kind: ``GATE_UP``: of the outputs; ``DOWN``: of the inputs.
+        kind: of the weight; of the inputs if it is one of ``BY_INPUTS``, else of the outputs.
     """
 
     def __init__(self, method: LinearMethodBase, kind: str) -> None:
@@ -60,11 +76,14 @@ class SplitFp8(ViewedFp8):
         Args:
             layer: has its pieces.
             x: ``[tokens, inputs]``.
-            bias: None; other layers are refused.
+            bias: is added to the output. Pieces of outputs have their parts of it.
         """
         data, scale, shape = quantised_input(layer, x)
-        if self._kind == GATE_UP:
-            outputs = [multiply(piece, data, scale, shape) for piece in layer.pieces]
+        if self._kind not in BY_INPUTS:
+            outputs = [
+                multiply(piece, data, scale, shape, piece.bias if bias is not None else None)
+                for piece in layer.pieces
+            ]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         # Summed as members of a group sum what they have computed, but in 32 bits.
         products = (
@@ -73,6 +92,7 @@ class SplitFp8(ViewedFp8):
         total = next(products)
         for product in products:
             total = total + product
+        total = total if bias is None else total + bias
         return total.to(fp8_owner(layer).fp8_linear.config.out_dtype)
 
 
@@ -115,15 +135,19 @@ class SlotFp8(SplitFp8):
                     "DeepGEMM keeps scales in a form of its own, of which no part can be taken; "
                     "with VLLM_USE_DEEP_GEMM=0 vLLM takes another kernel"
                 )
-        self._weight, parameter = self._add(shape, dtype, packed=True)
+        sections = tuple(output_partition_sizes) if self._kind == QKV else ()
+        self._weight, parameter = self._add(shape, dtype, packed=True, sections=sections)
         with named(self.name):
             self._check_units(shape)
         register_slot(layer, parameter)
         layer.shoal_grouped = True
 
     def _check_units(self, shape: tuple[int, ...]) -> None:
-        inner = shape[0] // 2 if self._kind == GATE_UP else shape[1]
-        for size in (inner // self._weight.degree.groups, *shape):
+        weight, parts = self._weight, self._weight.degree.parts
+        own = [size // parts for size in weight.sections or shape[1:]]
+        if self._kind in (GATE_UP, DOWN):
+            own = [(shape[0] // 2 if self._kind == GATE_UP else shape[1]) // weight.degree.groups]
+        for size in (*own, *shape):
             if size % _UNIT:
                 raise UnviewableWeights(f"FP8 weights of {size} rows or columns would be padded")
 
@@ -147,24 +171,27 @@ class SlotFp8(SplitFp8):
         layer.weight.data = slot.as_strided(layer.weight.shape, layer.weight.stride())
 
     def _take_one_scale(self, layer: nn.Module) -> None:
-        """Give gate and up, which were quantised each with a scale of its own, the larger one.
+        """Give the weights of a fused layer that have a scale each the largest one.
 
         vLLM would do so to the whole weight, which no engine has. Here it does to the part that is
-        kept, and afterwards finds scales as those of a checkpoint in which both are one weight.
+        kept, and afterwards finds scales as those of a checkpoint in which all are one weight.
         """
         scales = getattr(layer, "weight_scale", None)
-        if layer.weight_block_size is not None or scales is None or scales.numel() != 2:
+        fused = {GATE_UP: 2, QKV: 3}.get(self._kind)
+        if layer.weight_block_size is not None or scales is None or scales.numel() != fused:
             return
         lowest = torch.finfo(torch.float8_e4m3fn).min
         if scales[1] <= lowest:  # they are one weight already
             return
         weight = self._weight
         if weight.kept is not None and not weight.was_filled:
-            pairs = weight.degree.groups // weight.degree.parts
-            widths = [weight.kept.shape[0] // (2 * pairs)] * (2 * pairs)
-            requantize_with_max_scale(weight.kept, scales.data.repeat(pairs), widths)
+            times = weight.degree.groups // weight.degree.parts if self._kind == GATE_UP else 1
+            widths = [weight.kept.shape[0] // (2 * times)] * 2 * times
+            if self._kind == QKV:
+                widths = [size // weight.degree.parts for size in weight.sections]
+            requantize_with_max_scale(weight.kept, scales.data.repeat(times), widths)
         scales.data[0] = scales.max()
-        scales.data[1] = torch.finfo(torch.float32).min
+        scales.data[1:] = torch.finfo(torch.float32).min
 
     # --- ``SlotMethod`` ---------------------------------------------------------------------------
 
@@ -172,7 +199,7 @@ class SlotFp8(SplitFp8):
         """See ``SlotMethod.keep``."""
         own, parts = weight.own, weight.degree.parts
         ranges = [PartRange(0, own), PartRange(own, 1), PartRange(own + 1, parts - own - 1)]
-        if weight.kind == DOWN:
+        if weight.is_by_inputs:
             ranges = [PartRange(part, 1) for part in range(parts)]
         rows = whole.shape[0] // parts
         layer.pieces = nn.ModuleList()
@@ -198,7 +225,7 @@ class SlotFp8(SplitFp8):
         parts: PartRange,
     ) -> None:
         """See ``SlotMethod.stream``."""
-        if weight.kind == GATE_UP or parts.size == 1:
+        if not weight.is_by_inputs or parts.size == 1:
             return  # it is one packed matrix, of which the layer has a view
         rows = stored.shape[0] // parts.size
         pieces = (
@@ -206,7 +233,63 @@ class SlotFp8(SplitFp8):
             for number, some in enumerate(stored.split(rows))
         )
         target.pieces = nn.ModuleList(pieces)
-        target.quant_method = SplitFp8(target.quant_method.method, DOWN)
+        target.quant_method = SplitFp8(target.quant_method.method, weight.kind)
+
+
+class SlotQkvFp8(SlotFp8):
+    """``slot_methods.SlotQkv`` of FP8 weights. Scales are in the order of parts, as the bias is."""
+
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the layer's output, once the weights of the whole layer are in their slot."""
+        x = use_weights(x, DP.tp, layer.slot_number)
+        return in_sections(super().apply(layer, x, bias), layer)
+
+    def keep(self, layer: nn.Module, weight: SharedWeight, whole: torch.Tensor) -> None:
+        """See ``SlotMethod.keep``."""
+        note_parts(layer, weight, PartRange(0, weight.degree.parts))
+        with named(self.name):
+            for key, axes in fp8.axes(layer).items():
+                parameter = layer._parameters.get(key)
+                if key == "weight" or parameter is None or axes.outputs is None:
+                    continue
+                rows = parameter.data.movedim(axes.outputs, 0)
+                sections = [size // axes.output_block for size in weight.sections]
+                order_by_parts(rows, sections, weight.degree.parts)
+        super().keep(layer, weight, whole)
+
+    def part(
+        self, layer: nn.Module, weight: SharedWeight, stored: torch.Tensor, parts: PartRange
+    ) -> nn.Module:
+        """See ``SlotMethod.part``."""
+        part = super().part(layer, weight, stored, parts)
+        note_heads(part, layer, weight, parts)
+        return part
+
+    def stream(
+        self,
+        target: nn.Module,
+        layer: nn.Module,
+        weight: SharedWeight,
+        stored: torch.Tensor,
+        parts: PartRange,
+    ) -> None:
+        """See ``SlotMethod.stream``."""
+        super().stream(target, layer, weight, stored, parts)
+        note_parts(target, weight, parts)
+        target.quant_method = StreamedQkvFp8(target.quant_method.method)
+
+
+class StreamedQkvFp8(ViewedFp8):
+    """``slot_methods.StreamedQkv`` of FP8 weights."""
+
+    def apply(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the layer's output, once the weights of the whole layer are in their slot."""
+        x = use_weights(x, layer.slot_tp, layer.slot_number)
+        return in_sections(super().apply(layer, x, bias), layer)
 
 
 def slot_fp8(stock: Any, layer: nn.Module, name: str, add: Add) -> SlotFp8:
@@ -220,7 +303,23 @@ def slot_fp8(stock: Any, layer: nn.Module, name: str, add: Add) -> SlotFp8:
         raise UnviewableWeights(
             f"{name}: {type(scheme).__name__} weights cannot be shared; FP8 checkpoints can"
         )
-    return SlotFp8(stock, name, add)
+    kind = SlotQkvFp8 if name.rpartition(".")[2] == QKV else SlotFp8
+    return kind(stock, name, add)
+
+
+def divides_heads(stock: Any, layer: QKVParallelLinear, parts: int) -> bool:
+    """Return whether the heads of so many parts are whole blocks of an FP8 layer's scales.
+
+    Args:
+        stock: what vLLM would take for the layer.
+        layer: of the DP model, which is being made.
+        parts: how many engines share weights.
+    """
+    scheme = fp8.scheme_of(stock, layer)
+    if type(scheme) not in _LOADED:
+        return False
+    block = max(scheme.weight_block_size or [_UNIT])
+    return all(size % (parts * block) == 0 for size in layer.output_sizes)
 
 
 def _kernel(layer: nn.Module) -> Any:
@@ -245,7 +344,7 @@ def _part(
     tensor = weight.of_layer(stored).detach()
     part = nn.Module()
     part.output_size, part.input_size = tensor.shape
-    whole = layer.output_size if weight.kind == GATE_UP else layer.input_size
+    whole = layer.input_size if weight.is_by_inputs else layer.output_size
     size = whole // weight.degree.parts
     begin, length = parts.first * size, parts.size * size
     with named(layer.quant_method.name):
@@ -254,7 +353,8 @@ def _part(
             if key == "weight":
                 value = tensor if axes[key].outputs == 0 else tensor.t()
             elif parameter is not None:
-                value = _taken(axes[key], parameter.data, weight.kind, begin, length)
+                taken = axes[key].take_inputs if weight.is_by_inputs else axes[key].take_outputs
+                value = taken(parameter.data, begin, length)
             kept = None if value is None else Parameter(value, requires_grad=False)
             part.register_parameter(key, kept)
     part.quant_method, part.shoal_grouped = layer.quant_method, True
@@ -263,11 +363,6 @@ def _part(
         if hasattr(layer, name) and not hasattr(part, name):
             setattr(part, name, getattr(layer, name))
     return part
-
-
-def _taken(axes: Axes, tensor: torch.Tensor, kind: str, begin: int, size: int) -> torch.Tensor:
-    take = axes.take_outputs if kind == GATE_UP else axes.take_inputs
-    return take(tensor, begin, size)
 
 
 def _piece(

@@ -1,6 +1,6 @@
 """How layers compute whose weights are slots, of which the engine keeps a part elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -157,31 +157,25 @@ class SlotQkv(SlotLinear):
     ) -> torch.Tensor:
         """Return the layer's output, once the weights of the whole layer are in their slot."""
         x = use_weights(x, DP.tp, layer.slot_number)
-        return _in_sections(super().apply(layer, x, bias), layer.slot_sections, layer.slot_parts)
+        return in_sections(super().apply(layer, x, bias), layer)
 
     def keep(self, layer: nn.Module, weight: SharedWeight, whole: torch.Tensor) -> None:
         """See ``SlotMethod.keep``."""
         super().keep(layer, weight, whole)
-        parts = weight.degree.parts
-        layer.slot_number, layer.slot_parts = weight.layer, parts
-        layer.slot_sections = weight.sections
+        note_parts(layer, weight, PartRange(0, weight.degree.parts))
         if layer.bias is not None:
-            sections = [some.view(parts, -1) for some in layer.bias.data.split(weight.sections)]
-            layer.bias.data.copy_(torch.cat(sections, dim=1).view(-1))
+            order_by_parts(layer.bias.data, weight.sections, weight.degree.parts)
 
     def part(
         self, layer: nn.Module, weight: SharedWeight, stored: torch.Tensor, parts: PartRange
     ) -> nn.Module:
         """See ``SlotMethod.part``."""
         part = super().part(layer, weight, stored, parts)
-        all_parts = weight.degree.parts
         if layer.bias is not None:
-            size = layer.bias.shape[0] // all_parts
+            size = layer.bias.shape[0] // weight.degree.parts
             bias = layer.bias.data.narrow(0, parts.first * size, parts.size * size)
             part.bias = Parameter(bias, requires_grad=False)
-        part.output_sizes = [size * parts.size // all_parts for size in weight.sections]
-        part.total_num_kv_heads = layer.total_num_kv_heads * parts.size // all_parts
-        part.shoal_grouped = parts.size > 1
+        note_heads(part, layer, weight, parts)
         return part
 
     def stream(
@@ -193,10 +187,7 @@ class SlotQkv(SlotLinear):
         parts: PartRange,
     ) -> None:
         """See ``SlotMethod.stream``."""
-        target.slot_number, target.slot_parts = weight.layer, parts.size
-        all_parts = weight.degree.parts
-        target.slot_tp = all_parts // parts.size
-        target.slot_sections = tuple(size // target.slot_tp for size in weight.sections)
+        note_parts(target, weight, parts)
         target.quant_method = StreamedQkv(meta=True)
 
 
@@ -208,11 +199,54 @@ class StreamedQkv(PlainLinear):
     ) -> torch.Tensor:
         """Return the layer's output, once the weights of the whole layer are in their slot."""
         x = use_weights(x, layer.slot_tp, layer.slot_number)
-        return _in_sections(super().apply(layer, x, bias), layer.slot_sections, layer.slot_parts)
+        return in_sections(super().apply(layer, x, bias), layer)
 
 
-def _in_sections(y: torch.Tensor, sections: tuple[int, ...], parts: int) -> torch.Tensor:
-    """Return outputs of some parts, each with its queries, keys and values, in vLLM's order."""
-    of_parts = y.view(*y.shape[:-1], parts, -1)
-    found = of_parts.split([size // parts for size in sections], dim=-1)
-    return torch.cat([some.flatten(-2) for some in found], dim=-1)
+# --- queries, keys and values, of any format ------------------------------------------------------
+
+
+def note_parts(layer: nn.Module, weight: SharedWeight, parts: PartRange) -> None:
+    """Let a layer that computes with several parts know its slot, and what ``in_sections`` needs.
+
+    Args:
+        layer: of DP, or of another layout that streams.
+        weight: DP's.
+        parts: those of the weight that the layer has.
+    """
+    layer.slot_number, layer.slot_parts = weight.layer, parts.size
+    layer.slot_tp = weight.degree.parts // parts.size
+    layer.slot_sections = tuple(size // layer.slot_tp for size in weight.sections)
+
+
+def note_heads(part: nn.Module, layer: nn.Module, weight: SharedWeight, parts: PartRange) -> None:
+    """Let the part that rules view know which heads it has (``QkvRule``).
+
+    Args:
+        part: what ``SlotMethod.part`` returns.
+        layer: of the DP model.
+        weight: its weight.
+        parts: those of the weight that the part has.
+    """
+    all_parts = weight.degree.parts
+    part.output_sizes = [size * parts.size // all_parts for size in weight.sections]
+    part.total_num_kv_heads = layer.total_num_kv_heads * parts.size // all_parts
+    part.shoal_grouped = parts.size > 1
+
+
+def order_by_parts(rows: torch.Tensor, sections: Sequence[int], parts: int) -> None:
+    """Put rows for outputs from vLLM's order into that of parts, in place.
+
+    Args:
+        rows: ``[outputs, ...]``, first those of all queries.
+        sections: how many rows are for queries, for keys and for values.
+        parts: how many parts there are; each has its queries, then its keys, then its values.
+    """
+    of_parts = [some.unflatten(0, (parts, -1)) for some in rows.split(list(sections))]
+    rows.copy_(torch.cat(of_parts, dim=1).flatten(0, 1))
+
+
+def in_sections(y: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """Return outputs of a layer's parts, each with its own three sections, in vLLM's order."""
+    of_parts = y.view(*y.shape[:-1], layer.slot_parts, -1)
+    sizes = [size // layer.slot_parts for size in layer.slot_sections]
+    return torch.cat([some.flatten(-2) for some in of_parts.split(sizes, dim=-1)], dim=-1)

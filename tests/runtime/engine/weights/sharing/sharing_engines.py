@@ -85,22 +85,22 @@ class Mlp(nn.Module):
 class Attention(nn.Module):
     """Projections as in vLLM's Qwen2, and between them what each head does for itself."""
 
-    def __init__(self, quant: SharedWeights, name: str, hidden: int) -> None:
+    def __init__(self, quant: SharedWeights, name: str, hidden: int, head_size: int) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
-            *(hidden, HEAD_SIZE, HEADS, KV_HEADS),
+            *(hidden, head_size, HEADS, KV_HEADS),
             bias=True,
             quant_config=quant,
             prefix=f"{name}.qkv_proj",
         )
-        self.o_proj = by_inputs(quant, f"{name}.o_proj", HEADS * HEAD_SIZE, hidden)
+        self.o_proj = by_inputs(quant, f"{name}.o_proj", HEADS * head_size, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         qkv, _ = self.qkv_proj(x)
-        heads = qkv.view(len(x), -1, HEAD_SIZE)
+        heads = qkv.view(len(x), -1, self.qkv_proj.head_size)
         kv_heads = self.qkv_proj.num_kv_heads
         q, k, v = heads.split([self.qkv_proj.num_heads, kv_heads, kv_heads], dim=1)
-        q = q.view(len(x), kv_heads, -1, HEAD_SIZE)
+        q = q.view(len(x), kv_heads, -1, self.qkv_proj.head_size)
         x, _ = self.o_proj((q.tanh() * k.unsqueeze(2) + v.unsqueeze(2)).reshape(len(x), -1))
         return x
 
@@ -130,19 +130,19 @@ class Model(nn.Module):
 class Block(nn.Module):
     """A decoder layer."""
 
-    def __init__(self, quant: SharedWeights, name: str, sizes: Sizes) -> None:
+    def __init__(self, quant: SharedWeights, name: str, sizes: Sizes, head_size: int) -> None:
         super().__init__()
-        self.attn = Attention(quant, f"{name}.attn", sizes.hidden)
+        self.attn = Attention(quant, f"{name}.attn", sizes.hidden, head_size)
         self.mlp = Mlp(quant, f"{name}.mlp", sizes, SiluAndMul(), bias=False)
 
 
 class Decoder(Model):
     """Has attention, too."""
 
-    def __init__(self, quant: SharedWeights, *, sizes: Sizes) -> None:
+    def __init__(self, quant: SharedWeights, *, sizes: Sizes, head_size: int = HEAD_SIZE) -> None:
         nn.Module.__init__(self)
         self.blocks = nn.ModuleList(
-            Block(quant, f"blocks.{layer}", sizes) for layer in range(LAYERS)
+            Block(quant, f"blocks.{layer}", sizes, head_size) for layer in range(LAYERS)
         )
         self.mlps = [block.mlp for block in self.blocks]  # type: ignore[assignment]
 

@@ -1,7 +1,8 @@
-"""FP8 MLPs of which engines keep a part each: bytes and outputs beside those of the whole model."""
+"""FP8 layers of which engines keep a part each: bytes and outputs beside those of whole models."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ from tests.runtime.engine.fp8_formats import (
 )
 from tests.runtime.engine.one_rank import tensor_parallel
 from tests.runtime.engine.weights.sharing.sharing_engines import (
+    BY_HEADS,
     ENGINES,
+    HEADS,
+    KV_HEADS,
+    Decoder,
     Kind,
     Model,
     SharingEngine,
@@ -52,6 +57,8 @@ from tests.runtime.engine.weights.sharing.sharing_engines import (
 from tests.runtime.engine.weights.sharing.simulated_cuda import simulate_streams
 
 SIZES = Sizes(3 * BLOCK, 4 * BLOCK)
+SECTIONS = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+"""Of ``qkv_proj``: heads."""
 LOADED = [name for name in FORMATS if "online" not in name]
 PER_TENSOR = [name for name in LOADED if "tensor," in name]
 
@@ -81,6 +88,38 @@ def weights(name: str, change: Callable[[list[Tensors]], None] = lambda _: None)
     return Weights(SIZES, load, FORMATS[name])
 
 
+def decoder(name: str, head_size: int = 0) -> Weights:
+    """Return the same with attention, of which engines share the projections.
+
+    By default a part of the keys is as small as it may be: vLLM's CPU kernel is slow.
+    """
+    head_size = head_size or (BLOCK if name in BLOCK_WISE else 16)
+    of_mlps = weights(name).load
+
+    def load(model: Any) -> None:
+        of_mlps(model)
+        draw = torch.Generator().manual_seed(6)
+        for block in model.blocks:
+            qkv, output = block.attn.qkv_proj, block.attn.o_proj
+            sections = [(key, heads * head_size, SIZES.hidden) for key, heads in SECTIONS.items()]
+            for (key, *_), tensors in zip(sections, checkpoint(sections, draw), strict=True):
+                load_part(qkv, key, tensors, per_tensor=3)
+            (tensors,) = checkpoint([(None, SIZES.hidden, HEADS * head_size)], draw)
+            load_part(output, None, tensors, per_tensor=1)
+            for layer in (qkv, output):
+                layer.quant_method.process_weights_after_loading(layer)
+
+    model = partial(Decoder, head_size=head_size)
+    return Weights(SIZES, load, FORMATS[name], model, BY_HEADS)
+
+
+def by_parts(rows: torch.Tensor, share: int) -> torch.Tensor:
+    """Return rows for queries, keys and values in the order in which engines keep them."""
+    sizes = [rows.shape[0] * heads // sum(SECTIONS.values()) for heads in SECTIONS.values()]
+    sections = [some.unflatten(0, (share, -1)) for some in rows.split(sizes)]
+    return torch.cat(sections, dim=1).flatten(0, 1)
+
+
 def matrix(layer: nn.Module) -> torch.Tensor:
     """Return a layer's weight, ``[outputs, inputs]``, as bytes."""
     transposed = layer.weight.shape != (layer.output_size, layer.input_size)
@@ -90,7 +129,13 @@ def matrix(layer: nn.Module) -> torch.Tensor:
 
 def joined(pieces: Sequence[nn.Module], of: str) -> torch.Tensor:
     """Return the weight that pieces make together."""
-    return torch.cat([matrix(piece) for piece in pieces], 0 if of == "gate_up_proj" else 1)
+    by_inputs = of in ("down_proj", "o_proj")
+    return torch.cat([matrix(piece) for piece in pieces], 1 if by_inputs else 0)
+
+
+def blocks(model: Any) -> list[Any]:
+    """Return a ``Decoder``'s blocks."""
+    return list(model.blocks)
 
 
 # --- bytes ---
@@ -113,6 +158,28 @@ def test_what_is_kept_and_streamed_is_the_whole_layer(
                 assert scales
                 for key, scale in scales.items():
                     assert torch.equal(found.get_parameter(key), scale), (number, of, key)
+
+
+@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize("name", LOADED)
+def test_what_is_kept_and_streamed_of_attention_is_the_whole_layer(
+    tmp_path: Path, name: str, share: int
+) -> None:
+    whole = decoder(name).whole()
+    for engine in node(tmp_path, share, weights=decoder(name)):
+        for number, (block, expected) in enumerate(
+            zip(blocks(engine.dp), blocks(whole), strict=True)
+        ):
+            engine.slots.use(1, number)
+            found, stock = block.attn.qkv_proj, expected.attn.qkv_proj
+            rows = joined(found.pieces, "qkv_proj")
+            assert torch.equal(rows, by_parts(matrix(stock), share)), number
+            for key, scale in stock.named_parameters():
+                if "scale" in key:
+                    ordered = by_parts(scale, share) if scale.numel() > 1 else scale
+                    assert torch.equal(found.get_parameter(key), ordered), (number, key)
+            found, stock = block.attn.o_proj, expected.attn.o_proj
+            assert torch.equal(joined(found.pieces, "o_proj"), matrix(stock)), number
 
 
 def test_a_slot_that_is_not_filled_is_not_the_layer(tmp_path: Path) -> None:
@@ -171,6 +238,41 @@ def test_all_layouts_compute_what_they_do_with_whole_weights(
     assert_right(engines, expected)
 
 
+@pytest.mark.parametrize(("share", "kind"), [(2, on_cpu), (4, on_simulated_gpu)])
+@pytest.mark.parametrize("name", LOADED)
+def test_all_layouts_compute_what_they_do_with_whole_attention(
+    tmp_path: Path, name: str, share: int, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate_streams(monkeypatch, [])
+    given = decoder(name)
+    engines, expected = node(tmp_path, share, kind, given), expected_outputs(name, given)
+    assert_right(engines, expected)
+    engines[1].be_whole()
+    assert_right(engines, expected)
+
+
+def test_heads_that_are_no_whole_blocks_of_scales_stay_on_every_engine(tmp_path: Path) -> None:
+    """Two parts of four KV heads of 32 have 64 rows each, and a scale is for 128."""
+    given = decoder("fp8 block-wise", BLOCK // 4)
+    engine, *_ = node(tmp_path, 2, weights=given)
+    assert not hasattr(blocks(engine.dp)[0].attn.qkv_proj, "pieces")
+    for one, other in zip(engine.outputs(1), given.outputs(given.whole()), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
+
+
+def test_attention_in_a_slot_that_is_not_filled_changes_what_is_computed(tmp_path: Path) -> None:
+    given = decoder("compressed-tensors per channel")
+    engines, expected = node(tmp_path, 2, weights=given), given.outputs(given.whole())
+    for copies in engines[0].slots.copies.values():
+        assert len(copies[1]) == 4, "a slot holds a layer's attention and its MLP"
+        del copies[1][:2]
+    close = [
+        torch.allclose(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
+        for one, other in zip(engines[0].outputs(1), expected, strict=True)
+    ]
+    assert close == [*(True, True), *(False, True), *(True, True)] * 2
+
+
 @pytest.mark.parametrize("share", [2, 4])
 @pytest.mark.parametrize("name", LOADED)
 def test_pieces_add_up_to_what_the_whole_layer_computes(
@@ -204,7 +306,10 @@ def packed(cpu: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_ignores_strides_gets_packed_pieces(
     tmp_path: Path, name: str, share: int
 ) -> None:
-    assert_right(node(tmp_path, share, weights=weights(name)), expected_outputs(name))
+    for number, given in enumerate((weights(name), decoder(name))):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        assert_right(node(directory, share, weights=given), expected_outputs(name, given))
 
 
 @pytest.mark.parametrize("share", [2, 4])
@@ -221,16 +326,16 @@ def test_pieces_keep_the_kernel_where_ranges_of_inputs_have_another(
 Outputs = list[torch.Tensor]
 
 
-def expected_outputs(name: str) -> dict[int, list[Outputs]]:
+def expected_outputs(name: str, given: Weights | None = None) -> dict[int, list[Outputs]]:
     """Return what each member of each layout computes on a node that shares nothing."""
-    given = weights(name)
+    given = given or weights(name)
     whole = given.whole()
     found = {1: [given.outputs(whole)] * ENGINES}
     for tp in (2, 4):
         found[tp] = []
         for number in range(ENGINES):
             with tensor_parallel(number % tp, tp):
-                member = Model(given.config(views=True), sizes=SIZES)
+                member = given.model(given.config(views=True), sizes=SIZES)
                 view_weights(member, ResidentWeights(whole), Layout(tp=tp), number % tp)
             found[tp].append(given.outputs(member))
     return found
