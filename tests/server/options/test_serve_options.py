@@ -180,7 +180,6 @@ def test_the_number_of_front_ends_is_a_default(on_cpu: bool) -> None:
         (["--engines", "2", "--max-group", "4"], 0, "--max-group 4"),
         (["--max-group", "8"], 4, "--max-group 8"),
         (["--engines", "4", "--max-group", "2", "--max-pp", "4"], 0, "--max-pp 4: .* 2 engines"),
-        (["--engines", "2", "--max-pp", "2", "--share-weights", "2"], 0, "all weights of its"),
     ],
 )
 def test_more_than_there_is_is_refused(argv: list[str], gpus: int, named: str) -> None:

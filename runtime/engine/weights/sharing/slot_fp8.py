@@ -196,8 +196,13 @@ class SlotFp8(SplitFp8):
         weight: SharedWeight,
         stored: torch.Tensor,
         parts: PartRange,
+        pp: int,
     ) -> None:
         """See ``SlotMethod.stream``."""
+        if parts.size == weight.degree.parts:
+            target.pieces = layer.pieces
+            target.quant_method = SplitFp8(target.quant_method.method, weight.kind)
+            return
         if weight.kind == GATE_UP or parts.size == 1:
             return  # it is one packed matrix, of which the layer has a view
         rows = stored.shape[0] // parts.size

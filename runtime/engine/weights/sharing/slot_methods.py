@@ -53,8 +53,11 @@ class SlotMethod(Protocol):
         weight: SharedWeight,
         stored: torch.Tensor,
         parts: PartRange,
+        pp: int,
     ) -> None:
         """Let another layout's layer compute with several parts, which steps stream.
+
+        With all parts it computes as DP's does: the engine's own part is used where it is kept.
 
         Args:
             target: the layout's layer, which has been made a view of them.
@@ -62,6 +65,7 @@ class SlotMethod(Protocol):
             weight: its weight.
             stored: the parts, as they are stored.
             parts: which ones these are.
+            pp: stages of the layout.
         """
 
 
@@ -138,8 +142,20 @@ class SlotLinear(PlainLinear):
         part.input_size, part.shoal_grouped = tensor.shape[1], True
         return part
 
-    def stream(self, *_: Any) -> None:
+    def stream(
+        self,
+        target: nn.Module,
+        layer: nn.Module,
+        weight: SharedWeight,
+        _stored: torch.Tensor,
+        parts: PartRange,
+        pp: int,
+    ) -> None:
         """See ``SlotMethod.stream``. All parts together are one matrix, of which it has a view."""
+        if parts.size == weight.degree.parts:
+            target.register_buffer("own", layer.own, persistent=False)
+            target.own_dimension, target.own_begin = layer.own_dimension, layer.own_begin
+            target.quant_method = self
 
 
 class SlotQkv(SlotLinear):
@@ -156,14 +172,14 @@ class SlotQkv(SlotLinear):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, DP.tp, layer.slot_number)
+        x = use_weights(x, DP.tp, layer.slot_number, layer.slot_pp)
         return _in_sections(super().apply(layer, x, bias), layer.slot_sections, layer.slot_parts)
 
     def keep(self, layer: nn.Module, weight: SharedWeight, whole: torch.Tensor) -> None:
         """See ``SlotMethod.keep``."""
         super().keep(layer, weight, whole)
         parts = weight.degree.parts
-        layer.slot_number, layer.slot_parts = weight.layer, parts
+        layer.slot_number, layer.slot_parts, layer.slot_pp = weight.layer, parts, DP.pp
         layer.slot_sections = weight.sections
         if layer.bias is not None:
             sections = [some.view(parts, -1) for some in layer.bias.data.split(weight.sections)]
@@ -191,13 +207,16 @@ class SlotQkv(SlotLinear):
         weight: SharedWeight,
         stored: torch.Tensor,
         parts: PartRange,
+        pp: int,
     ) -> None:
         """See ``SlotMethod.stream``."""
-        target.slot_number, target.slot_parts = weight.layer, parts.size
+        super().stream(target, layer, weight, stored, parts, pp)
+        target.slot_number, target.slot_parts, target.slot_pp = weight.layer, parts.size, pp
         all_parts = weight.degree.parts
         target.slot_tp = all_parts // parts.size
         target.slot_sections = tuple(size // target.slot_tp for size in weight.sections)
-        target.quant_method = StreamedQkv(meta=True)
+        if target.slot_tp != DP.tp:
+            target.quant_method = StreamedQkv(meta=True)
 
 
 class StreamedQkv(PlainLinear):
@@ -207,7 +226,7 @@ class StreamedQkv(PlainLinear):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, layer.slot_tp, layer.slot_number)
+        x = use_weights(x, layer.slot_tp, layer.slot_number, layer.slot_pp)
         return _in_sections(super().apply(layer, x, bias), layer.slot_sections, layer.slot_parts)
 
 

@@ -48,6 +48,7 @@ from tests.runtime.engine.weights.sharing.sharing_engines import (
     node,
     on_cpu,
     on_simulated_gpu,
+    pipeline_outputs,
 )
 from tests.runtime.engine.weights.sharing.simulated_cuda import simulate_streams
 
@@ -240,12 +241,16 @@ def assert_right(engines: list[SharingEngine], expected: dict[int, list[Outputs]
     for tp, members in expected.items():
         found = [engine.outputs(tp) for engine in engines]
         for first in range(0, ENGINES, tp):
-            ours, theirs = (total(some[first : first + tp]) for some in (found, members))
-            assert all(output.abs().max() > 0.1 for output in theirs)
-            for one, other in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(
-                    one, other, rtol=0.02, atol=0.02 * float(other.abs().max())
-                )
+            assert_close(*(total(some[first : first + tp]) for some in (found, members)))
+        for first in range(0, ENGINES, 2 * tp) if tp < ENGINES else ():
+            piped = pipeline_outputs(engines[first : first + 2 * tp], tp)
+            assert_close([output.float() for output in piped], total(members[first : first + tp]))
+
+
+def assert_close(ours: Outputs, theirs: Outputs) -> None:
+    assert all(output.abs().max() > 0.1 for output in theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
 
 
 def total(members: Sequence[Outputs]) -> Outputs:
