@@ -187,6 +187,11 @@ def test_more_than_there_is_is_refused(argv: list[str], gpus: int, named: str) -
         engines_and_group(parsed(*argv), gpus, demo=False)
 
 
+def test_engines_with_pipelines_may_share_weights() -> None:
+    args = parsed("--engines", "2", "--max-pp", "2", "--share-weights", "2")
+    assert engines_and_group(args, 0, demo=False) == (2, 2)
+
+
 def test_the_demo_gets_small_defaults() -> None:
     defaults = model_defaults(2, on_cpu=True, demo=True)
     assert defaults["served_model_name"] == [DEMO_NAME]
