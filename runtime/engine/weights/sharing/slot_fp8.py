@@ -201,6 +201,7 @@ class SlotFp8(SplitFp8):
         """See ``SlotMethod.stream``."""
         if parts.size == weight.degree.parts:
             target.pieces = layer.pieces
+            target.input_scale = getattr(target, "input_scale", None)
             target.quant_method = SplitFp8(target.quant_method.method, weight.kind)
             return
         if weight.kind == GATE_UP or parts.size == 1:
