@@ -18,7 +18,9 @@ that read weights have corrections of their own, on top of those of the computin
 of the same layout with whole weights.
 
 In a pipeline (PP) a step goes through the stages one after the other, so all layers count, as in DP
-or in the TP of a stage. Between two stages it sends the hidden states of its tokens once. The time
+or in the TP of a stage. The same holds for what stages read from others: each reads for its own
+layers, while it computes them. Between two stages a step sends the hidden states of its tokens
+once. Meanwhile no stage computes or reads for this step, so this time is added to both. The time
 of a step is that from its beginning to its end. As many steps as there are stages are under way at
 once, so steps end more often than that. How often depends on how many are under way, so no
 correction learns from the measured time between the ends of two steps.
@@ -184,7 +186,7 @@ class CostModel:
             return 0
 
         def is_hidden(tokens: int) -> bool:
-            return pace.computed(tokens, 0, 0, 0) >= pace.fetch + pace.overhead
+            return pace.computed(tokens, 0, 0, 0) >= pace.fetching(tokens) + pace.overhead
 
         return bisect_left(range(MOST_TOKENS), True, key=is_hidden)
 
@@ -305,10 +307,9 @@ class CostModel:
         of_expert = (shape.expert_bytes or shape.weight_bytes) / hardware.memory_bytes_per_second
         kv_rate = hardware.kv_bytes_per_second or hardware.memory_bytes_per_second
         attention_rate = hardware.attention_flops_per_second or hardware.flops_per_second
-        empty, one = (
-            self._network_seconds(sp, tp, tokens) + (layout.pp - 1) * self._hop_seconds(tokens)
-            for tokens in (0, 1)
-        )
+        hops, hop = ((layout.pp - 1) * self._hop_seconds(tokens) for tokens in (0, 1))
+        empty, one = (self._network_seconds(sp, tp, tokens) for tokens in (0, 1))
+        empty, one = empty + hops, one + hop
         in_sp = shape.layers * hardware.sp_layer_host_seconds if sp > 1 else 0.0
         in_tp = shape.layers * hardware.tp_layer_host_seconds
         decodes = kind is StepKind.DECODE
@@ -326,6 +327,8 @@ class CostModel:
             host=in_sp,
             mixed_host=in_tp if sp == 1 and degree > 1 and not decodes else in_sp,
             fetch=self.fetch_seconds(layout, mode),
+            hops=hops,
+            hopped=checked * (hop - hops),
             overhead=hardware.overhead_seconds,
             request=hardware.request_seconds,
             yielded=self.speculation.yielded if decodes else 1.0,

@@ -38,6 +38,10 @@ class Pace:
     independently, and each expert as often as others."""
     fetch: float = 0.0
     """To read the weights that other engines keep, while the step is computed."""
+    hops: float = 0.0
+    """The part of ``latency`` between stages of a pipeline, where no stage reads such weights."""
+    hopped: float = 0.0
+    """The same of ``moved``."""
     slope: float = 1.0
     """The factor by which the computing is corrected."""
     offset: float = 0.0
@@ -60,7 +64,17 @@ class Pace:
             context: tokens whose KV the decodes read.
             pairs: pairs of a token and one that it attends to.
         """
-        return max(self.fetch, self._computing(tokens, context, pairs))
+        return max(self.fetching(tokens), self._computing(tokens, context, pairs))
+
+    def fetching(self, tokens: float) -> float:
+        """Return the least time of devices and links of a step that reads weights of others.
+
+        It is 0 for one that reads none.
+
+        Args:
+            tokens: see ``device``.
+        """
+        return self.fetch + self.hops + self.hopped * tokens if self.fetch else 0.0
 
     def _computing(self, tokens: float, context: float, pairs: float) -> float:
         own = -(-tokens // self.members)
@@ -103,7 +117,7 @@ class Pace:
         """Return the longer of the corrected computing and the uncorrected reading from others."""
         computed = self.computed(tokens, context, pairs, decodes)
         host = self.overhead + self.request * decodes
-        return max(computed, self.fetch + host)
+        return max(computed, self.fetching(tokens) + host)
 
     def step(self, tokens: float, context: float, pairs: float, decodes: float) -> float:
         """Return the time of a step for each token that a decode gets of it.

@@ -155,8 +155,6 @@ def _node(
         raise UserError(f"--max-group {max_group}: there are only {args.engines} engines")
     if args.max_pp > max_group:
         raise UserError(f"--max-pp {args.max_pp}: a group has at most {max_group} engines")
-    if args.max_pp > 1 and args.share_weights > 1:
-        raise UserError("--max-pp and --share-weights exclude each other")
     if args.layout is not None and [*policies] != ["manual"]:
         raise UserError("--layout is for --policy manual: the other policies decide the layout")
     hardware = hardware_named(args.hardware)

@@ -44,7 +44,6 @@ from shoal.server.options.promise_options import (
     promised,
 )
 from shoal.server.options.refused_options import check_vllm_options
-from shoal.server.options.sharing_options import AUTO as SHARE_AUTO
 from shoal.server.options.sharing_options import add_sharing_options, check_share
 from shoal.server.options.shift_options import add_shift_options
 from shoal.server.options.speculation_options import check_speculation_options
@@ -376,8 +375,6 @@ def engines_and_group(args: Namespace, gpus: int, *, demo: bool) -> tuple[int, i
     check_tier(args, engines)
     if args.max_pp > max_group:
         raise UserError(f"--max-pp {args.max_pp}: a group has at most {max_group} engines")
-    if args.max_pp > 1 and args.share_weights not in (None, 1, SHARE_AUTO):
-        raise UserError("--max-pp and --share-weights: a stage needs all weights of its layers")
     return engines, max_group
 
 

@@ -91,12 +91,11 @@ def settle_share(args: Namespace, config: Any, engines: int, memory: int, say: S
     room = memory - chosen if memory and chosen else memory * cache.gpu_memory_utilization
     # The largest degree of SP is chosen later; the larger it is, the less engines may share.
     max_sp = args.max_sp if isinstance(args.max_sp, int) else engines
-    most = 1 if args.max_pp > 1 else engines
     # DP alone is slow while it streams, so it has whole weights if they fit at all.
     forms_groups = args.policy not in (MANUAL.name, STATIC_DP.name) and args.max_group != 1
     wants_kv = forms_groups and not chosen
     limits = (USUAL_FOR_WEIGHTS, MOST_FOR_WEIGHTS) if wants_kv else (MOST_FOR_WEIGHTS,)
-    args.share_weights = automatic_share(config, most, room, max_sp, limits)
+    args.share_weights = automatic_share(config, engines, room, max_sp, limits)
     if asked is None and args.share_weights > 1:
         say(
             f"--share-weights {args.share_weights}: whole weights would leave too little of each "

@@ -13,6 +13,7 @@ from shoal.policies.cost.cost_model import (
     CostModel,
     Hardware,
     ModelShape,
+    stage_seconds,
 )
 from shoal.policies.cost.speculation import KEPT, Speculation
 from shoal.policies.values.batch import Batch, Mode, StepKind
@@ -570,6 +571,21 @@ def test_a_pipelines_step_takes_all_layers_and_a_hop_between_two_stages(tp: int,
 def test_a_hop_sends_two_tensors_of_hidden_states_and_is_only_between_stages(pp: int) -> None:
     hop = MODEL.hop_seconds(Layout(pp=pp), Batch(prefill_tokens=1000))
     assert hop == pytest.approx(0 if pp == 1 else 2 * 1000 * 100 * 2 / 1e8)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 4), (2, 2)])
+def test_stages_read_what_others_keep_of_their_own_layers(tp: int, pp: int) -> None:
+    """All stages together as much as DP, or as TP; between stages a step reads nothing."""
+    layout, batch = Layout(tp=tp, pp=pp), Batch(prefill_tokens=100)
+    slow = replace(SHARED, hardware=replace(SHARED.hardware, peer_bytes_per_second=5e7))
+    hop, reading = slow.hop_seconds(layout, batch), slow.fetch_seconds(Layout(tp=tp))
+    assert slow.device_seconds(layout, batch) == pytest.approx(reading + (pp - 1) * hop)
+    stage = stage_seconds(layout, slow.step_seconds(layout, batch), hop)
+    assert stage == pytest.approx(reading / pp)
+    long = Batch(prefill_tokens=20_000)
+    assert slow.step_seconds(layout, long) == MODEL.step_seconds(layout, long)
+    without = slow.hidden_above(Layout(tp=tp))
+    assert slow.hidden_above(layout) == pytest.approx(without, abs=1)
 
 
 def test_times_between_steps_of_a_pipeline_teach_nothing() -> None:

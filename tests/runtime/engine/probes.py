@@ -389,6 +389,11 @@ def streams(runner: ProbedRunner) -> bool:
     return bool(runner._loader.shared._slots.streams)
 
 
+def layers_in_slots(runner: ProbedRunner) -> set[int]:
+    """Return the numbers of the layers that are in the slots, or on their way there."""
+    return {some.layer for some in runner._loader.shared._slots._filled if some is not None}
+
+
 def wait_for_layers(runner: ProbedRunner, seconds: float) -> None:
     """Let whole weights wait so long for layers that steps stream (``PATIENCE_SECONDS``)."""
     runner._loader.shared.whole.patience = seconds

@@ -140,20 +140,25 @@ PATH: tuple[Partition, ...] = (
 def test_four_engines_form_every_pipeline(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", CheckpointSpec(layers=4))
     with RealNode(tmp_path / "model", 4, max_pp=4) as node:
-        assert {sum(owned.values()) for owned in node.probe_all(probes.owned_bytes)} == {0}
-        expected = node.generate_spread([alone(0), alone(1)], PROMPTS)
-        for unit in (FOUR, BOTH, pp(2, 3)):
-            with node.bound(unit):
-                assert node.generate(unit, PROMPTS) == expected, unit
-        prompts = random_prompts((45, 222, 70, 140), next(_seeds))
-        plain = node.generate(alone(1), prompts, 220)
-        requests = node.submit(alone(0), prompts, 220)
-        node.wait_for_tokens(requests, 4)
-        for units in PATH:
-            view = node.switch(*units, treatment=CARRY)
-            assert (view.carried, view.recomputed) == (len(prompts), {})
-            further(node, requests, 15)
-        assert node.wait(requests) == plain
-        beginnings = [p + tokens[:90] for p, tokens in zip(prompts, plain, strict=True)]
-        assert node.generate(alone(0), beginnings) == [tokens[90:122] for tokens in plain]
-        assert node.audit() == []
+        assert_every_pipeline(node)
+
+
+def assert_every_pipeline(node: RealNode) -> None:
+    """Check that all layouts of four engines give the same tokens, and carry requests."""
+    assert {sum(owned.values()) for owned in node.probe_all(probes.owned_bytes)} == {0}
+    expected = node.generate_spread([alone(0), alone(1)], PROMPTS)
+    for unit in (FOUR, BOTH, pp(2, 3)):
+        with node.bound(unit):
+            assert node.generate(unit, PROMPTS) == expected, unit
+    prompts = random_prompts((45, 222, 70, 140), next(_seeds))
+    plain = node.generate(alone(1), prompts, 220)
+    requests = node.submit(alone(0), prompts, 220)
+    node.wait_for_tokens(requests, 4)
+    for units in PATH:
+        view = node.switch(*units, treatment=CARRY)
+        assert (view.carried, view.recomputed) == (len(prompts), {})
+        further(node, requests, 15)
+    assert node.wait(requests) == plain
+    beginnings = [p + tokens[:90] for p, tokens in zip(prompts, plain, strict=True)]
+    assert node.generate(alone(0), beginnings) == [tokens[90:122] for tokens in plain]
+    assert node.audit() == []

@@ -369,6 +369,31 @@ def test_a_pipelines_throughput_is_that_of_its_steps(layout: Layout) -> None:
     assert steps * between < found < 1.03 * (steps * between + fill)
 
 
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(tp=2, pp=2)])
+def test_stages_that_stream_take_at_least_the_time_of_their_copies(layout: Layout) -> None:
+    """Steps of few tokens, on a node whose four engines share weights."""
+    shape, number = read_shape("llama-3-8b-bf16"), 48
+    node = Node(
+        *(shape, H200),
+        engines=4,
+        max_group=4,
+        max_pp=4,
+        layout=layout,
+        share_weights=4,
+        max_num_batched_tokens=64,
+    )
+    runs = [
+        simulate(replace(node, share_weights=share), "manual", [Arrival(0.0, 64, 1)] * number)
+        for share in (4, 1)
+    ]
+    model = cost_model(shape, H200, share_weights=4, widest=4)
+    steps = number * layout.world_size // node.engines
+    streaming = (steps + layout.pp - 1) * model.fetch_seconds(layout) / layout.pp
+    found, whole = (max(life.ended for life in run.lives) for run in runs)
+    assert streaming < found < 1.1 * streaming + whole
+    assert found > whole
+
+
 def test_a_layout_that_the_node_does_not_have_is_refused() -> None:
     node = Node(SHAPE, H200, layout=Layout(pp=2))
     with pytest.raises(SimulationError, match="pp2"):

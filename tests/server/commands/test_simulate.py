@@ -126,10 +126,6 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
         ),
         (("--trace", "bursty", "--policy", "manual", "--layout", "pp2"), "no layout 'pp2'"),
         (("--trace", "bursty", "--policy", "static-dp", "--layout", "tp2"), "--policy manual"),
-        (
-            ("--trace", "bursty", "--policy", "manual", "--max-pp", "2", "--share-weights", "2"),
-            "--max-pp and --share-weights exclude each other",
-        ),
     ],
 )
 def test_what_is_wrong_is_one_line(

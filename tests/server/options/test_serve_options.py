@@ -180,12 +180,16 @@ def test_the_number_of_front_ends_is_a_default(on_cpu: bool) -> None:
         (["--engines", "2", "--max-group", "4"], 0, "--max-group 4"),
         (["--max-group", "8"], 4, "--max-group 8"),
         (["--engines", "4", "--max-group", "2", "--max-pp", "4"], 0, "--max-pp 4: .* 2 engines"),
-        (["--engines", "2", "--max-pp", "2", "--share-weights", "2"], 0, "all weights of its"),
     ],
 )
 def test_more_than_there_is_is_refused(argv: list[str], gpus: int, named: str) -> None:
     with pytest.raises(UserError, match=named):
         engines_and_group(parsed(*argv), gpus, demo=False)
+
+
+def test_engines_with_pipelines_may_share_weights() -> None:
+    args = parsed("--engines", "2", "--max-pp", "2", "--share-weights", "2")
+    assert engines_and_group(args, 0, demo=False) == (2, 2)
 
 
 def test_the_demo_gets_small_defaults() -> None:

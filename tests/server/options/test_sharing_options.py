@@ -102,7 +102,7 @@ def chosen(
         load_config=SimpleNamespace(load_format=args.pop("load_format", "auto")),
         quant_config=args.pop("found", None),
     )
-    others = {"max_pp": 1, "max_sp": 1, "enable_lora": False, "speculative_config": None}
+    others = {"max_sp": 1, "enable_lora": False, "speculative_config": None}
     others |= {"policy": "adaptive", "max_group": None}
     given = Namespace(**{"share_weights": share} | others | args)
     settle_share(given, config, engines, gigabytes * 10**9, said.append)
@@ -186,8 +186,6 @@ def test_weights_that_fit_nowhere_are_refused_with_their_size() -> None:
     )
     with pytest.raises(UserError, match=line):
         chosen(80, 2)
-    with pytest.raises(UserError, match="with --share-weights 1 each"):
-        chosen(150, 2, max_pp=2)
 
 
 def test_models_that_cannot_be_shared_are_not() -> None:

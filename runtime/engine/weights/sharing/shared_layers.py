@@ -391,21 +391,27 @@ class SharedLayers:
         """
         if layout.tp >= self._degree.parts:
             return
-        self._slots.copies[layout.tp] = self._copies(layout)
+        tp, pp = layout.tp, layout.pp
+        self._slots.copies[tp] = self._copies(tp)
+        modules = dict(model.named_modules())  # of a stage: those of its own layers
+        here = [name for name in self._methods if name in modules]
         if layout != DP:
-            for name, method in self._methods.items():
-                weight, layer = self._weights[name], self._layers[name]
-                method.stream(
-                    model.get_submodule(name), layer, weight, *self._of_member(name, layout.tp)
+            for name in here:
+                of_member = self._of_member(name, tp)
+                self._methods[name].stream(
+                    modules[name], self._layers[name], self._weights[name], *of_member, pp
                 )
-        self._vocabulary.stream_in(model, layout, self.kept.by_place)
+        pieces = self._vocabulary.stream_in(model, layout, self.kept.by_place)
+        if pp > 1:
+            numbers = dict.fromkeys(self._weights[name].layer for name in here)
+            self._slots.stages[tp, pp] = [*numbers, *pieces]
         waits = {weight.layer for weight in self._weights.values() if weight.kind == QKV}
         for name, number in self._mlps.items():
-            if number not in waits:  # else its attention has waited (``SlotQkv``)
-                mlp = model.get_submodule(name)
-                mlp.forward = _streamed(mlp.forward, layout.tp, number)
+            if name in modules and number not in waits:  # else its attention waits (``SlotQkv``)
+                mlp = modules[name]
+                mlp.forward = _streamed(mlp.forward, layout, number)
 
-    def _copies(self, layout: Layout) -> dict[int, list[Copy]]:
+    def _copies(self, tp: int) -> dict[int, list[Copy]]:
         """Return how each layer gets into its slot, and pieces of the LM head: attention first."""
         copies: dict[int, list[Copy]] = {number: [] for number in self._numbers.values()}
         by_order: dict[Order, list[str]] = {}
@@ -413,9 +419,9 @@ class SharedLayers:
             if weight.kind != EMBEDDING:  # its rows are read where they are kept
                 by_order.setdefault(weight.order, []).append(name)
         for order, names in by_order.items():
-            for source in sources(self._place, self._degree.parts, layout.tp, order):
+            for source in sources(self._place, self._degree.parts, tp, order):
                 is_own = source.place == self._place
-                if layout == DP and is_own:
+                if tp == DP.tp and is_own:
                     continue  # its layers use it where it is kept (``SlotLinear``)
                 for name in names:
                     weight = self._weights[name]
@@ -426,9 +432,11 @@ class SharedLayers:
 
 
 def _streamed(
-    forward: Callable[[torch.Tensor], torch.Tensor], tp: int, layer: int
+    forward: Callable[[torch.Tensor], torch.Tensor], layout: Layout, layer: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
+    tp, pp = layout.tp, layout.pp
+
     def streamed(x: torch.Tensor) -> torch.Tensor:
-        return forward(use_weights(x, tp, layer))
+        return forward(use_weights(x, tp, layer, pp))
 
     return streamed

@@ -183,31 +183,44 @@ class SharedVocabulary:
         part.register_parameter("bias", bias)
         return part
 
-    def stream_in(self, model: nn.Module, layout: Layout, kept: Mapping[int, torch.Tensor]) -> None:
+    def stream_in(
+        self, model: nn.Module, layout: Layout, kept: Mapping[int, torch.Tensor]
+    ) -> list[int]:
         """Let a layout of few members compute with rows that several engines keep.
 
         Args:
-            model: the layout's.
+            model: the layout's; a stage may have neither embeddings nor an LM head.
             layout: the layout.
             kept: what engines keep, by their places.
+
+        Returns:
+            The numbers of the pieces of its LM head.
         """
+        numbers: list[int] = []
         count = self._parts // layout.tp
         first = self._place % layout.tp * count
         for layer in self._layers:
             target = model.get_submodule(layer.names[0])
+            if not isinstance(target, VocabParallelEmbedding):
+                continue  # another stage has it
             if layer.kind == EMBEDDING:
                 parts = [layer.kept_in(kept[part]) for part in range(first, first + count)]
                 gather(target, parts)
                 continue
-            target.quant_method = self._streamed(layer, layout, range(first, first + count), kept)
+            head = self._streamed(layer, layout, range(first, first + count), kept)
+            numbers += [piece.number for piece in head.pieces]
+            target.quant_method = head
+        return numbers
 
     def _streamed(
         self, layer: _Layer, layout: Layout, parts: range, kept: Mapping[int, torch.Tensor]
     ) -> StreamedHead:
         """Return the method of an LM head of a layout's member that computes these parts."""
         rows = layer.at.shape[0] // self._parts
-        # DP uses the engine's own rows where they are kept, and so has no copies of them.
-        own = (self._place * rows, layer.kept_in(kept[self._place])) if layout == DP else None
+        # Where all rows are computed, the engine's own are used where they are kept, not copied.
+        own = None
+        if layout.tp == DP.tp:
+            own = self._place * rows, layer.kept_in(kept[self._place])
         streamed = [part for part in parts if own is None or part != self._place]
         size = rows // len(layer.weights)
         pieces = [
@@ -223,4 +236,4 @@ class SharedVocabulary:
             )
             for number, (name, weight) in enumerate(layer.weights.items())
         ]
-        return StreamedHead(layout.tp, len(parts) * rows, own, pieces)
+        return StreamedHead(layout, len(parts) * rows, own, pieces)

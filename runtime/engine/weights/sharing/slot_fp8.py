@@ -223,8 +223,14 @@ class SlotFp8(SplitFp8):
         weight: SharedWeight,
         stored: torch.Tensor,
         parts: PartRange,
+        pp: int,
     ) -> None:
         """See ``SlotMethod.stream``."""
+        if parts.size == weight.degree.parts:
+            target.pieces = layer.pieces
+            target.input_scale = getattr(target, "input_scale", None)
+            target.quant_method = SplitFp8(target.quant_method.method, weight.kind)
+            return
         if not weight.is_by_inputs or parts.size == 1:
             return  # it is one packed matrix, of which the layer has a view
         rows = stored.shape[0] // parts.size
@@ -243,12 +249,12 @@ class SlotQkvFp8(SlotFp8):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, DP.tp, layer.slot_number)
+        x = use_weights(x, DP.tp, layer.slot_number, layer.slot_pp)
         return in_sections(super().apply(layer, x, bias), layer)
 
     def keep(self, layer: nn.Module, weight: SharedWeight, whole: torch.Tensor) -> None:
         """See ``SlotMethod.keep``."""
-        note_parts(layer, weight, PartRange(0, weight.degree.parts))
+        note_parts(layer, weight, PartRange(0, weight.degree.parts), DP.pp)
         with named(self.name):
             for key, axes in fp8.axes(layer).items():
                 parameter = layer._parameters.get(key)
@@ -274,11 +280,13 @@ class SlotQkvFp8(SlotFp8):
         weight: SharedWeight,
         stored: torch.Tensor,
         parts: PartRange,
+        pp: int,
     ) -> None:
         """See ``SlotMethod.stream``."""
-        super().stream(target, layer, weight, stored, parts)
-        note_parts(target, weight, parts)
-        target.quant_method = StreamedQkvFp8(target.quant_method.method)
+        super().stream(target, layer, weight, stored, parts, pp)
+        note_parts(target, weight, parts, pp)
+        streamed = StreamedQkvFp8(target.quant_method.method)
+        target.quant_method = self if target.slot_tp == DP.tp else streamed
 
 
 class StreamedQkvFp8(ViewedFp8):
@@ -288,7 +296,7 @@ class StreamedQkvFp8(ViewedFp8):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, layer.slot_tp, layer.slot_number)
+        x = use_weights(x, layer.slot_tp, layer.slot_number, layer.slot_pp)
         return in_sections(super().apply(layer, x, bias), layer)
 
 

@@ -53,8 +53,11 @@ class SlotMethod(Protocol):
         weight: SharedWeight,
         stored: torch.Tensor,
         parts: PartRange,
+        pp: int,
     ) -> None:
         """Let another layout's layer compute with several parts, which steps stream.
+
+        With all parts it computes as DP's does: the engine's own part is used where it is kept.
 
         Args:
             target: the layout's layer, which has been made a view of them.
@@ -62,6 +65,7 @@ class SlotMethod(Protocol):
             weight: its weight.
             stored: the parts, as they are stored.
             parts: which ones these are.
+            pp: stages of the layout.
         """
 
 
@@ -138,8 +142,20 @@ class SlotLinear(PlainLinear):
         part.input_size, part.shoal_grouped = tensor.shape[1], True
         return part
 
-    def stream(self, *_: Any) -> None:
+    def stream(
+        self,
+        target: nn.Module,
+        layer: nn.Module,
+        weight: SharedWeight,
+        _stored: torch.Tensor,
+        parts: PartRange,
+        pp: int,
+    ) -> None:
         """See ``SlotMethod.stream``. All parts together are one matrix, of which it has a view."""
+        if parts.size == weight.degree.parts:
+            target.register_buffer("own", layer.own, persistent=False)
+            target.own_dimension, target.own_begin = layer.own_dimension, layer.own_begin
+            target.quant_method = self
 
 
 class SlotQkv(SlotLinear):
@@ -156,13 +172,13 @@ class SlotQkv(SlotLinear):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, DP.tp, layer.slot_number)
+        x = use_weights(x, DP.tp, layer.slot_number, layer.slot_pp)
         return in_sections(super().apply(layer, x, bias), layer)
 
     def keep(self, layer: nn.Module, weight: SharedWeight, whole: torch.Tensor) -> None:
         """See ``SlotMethod.keep``."""
         super().keep(layer, weight, whole)
-        note_parts(layer, weight, PartRange(0, weight.degree.parts))
+        note_parts(layer, weight, PartRange(0, weight.degree.parts), DP.pp)
         if layer.bias is not None:
             order_by_parts(layer.bias.data, weight.sections, weight.degree.parts)
 
@@ -185,10 +201,13 @@ class SlotQkv(SlotLinear):
         weight: SharedWeight,
         stored: torch.Tensor,
         parts: PartRange,
+        pp: int,
     ) -> None:
         """See ``SlotMethod.stream``."""
-        note_parts(target, weight, parts)
-        target.quant_method = StreamedQkv(meta=True)
+        super().stream(target, layer, weight, stored, parts, pp)
+        note_parts(target, weight, parts, pp)
+        if target.slot_tp != DP.tp:
+            target.quant_method = StreamedQkv(meta=True)
 
 
 class StreamedQkv(PlainLinear):
@@ -198,22 +217,23 @@ class StreamedQkv(PlainLinear):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, layer.slot_tp, layer.slot_number)
+        x = use_weights(x, layer.slot_tp, layer.slot_number, layer.slot_pp)
         return in_sections(super().apply(layer, x, bias), layer)
 
 
 # --- queries, keys and values, of any format ------------------------------------------------------
 
 
-def note_parts(layer: nn.Module, weight: SharedWeight, parts: PartRange) -> None:
+def note_parts(layer: nn.Module, weight: SharedWeight, parts: PartRange, pp: int) -> None:
     """Let a layer that computes with several parts know its slot, and what ``in_sections`` needs.
 
     Args:
         layer: of DP, or of another layout that streams.
         weight: DP's.
         parts: those of the weight that the layer has.
+        pp: stages of the layout.
     """
-    layer.slot_number, layer.slot_parts = weight.layer, parts.size
+    layer.slot_number, layer.slot_parts, layer.slot_pp = weight.layer, parts.size, pp
     layer.slot_tp = weight.degree.parts // parts.size
     layer.slot_sections = tuple(size // layer.slot_tp for size in weight.sections)
 

@@ -93,6 +93,9 @@ class WeightSlots:
         self.copier = copier
         self.copies: dict[int, Mapping[int, Sequence[Copy]]] = {}
         """How a layer gets into its slot, by the members of the layout and the layer's number."""
+        self.stages: dict[tuple[int, int], Sequence[int]] = {}
+        """The numbers of what this engine's stage computes, in its order, by the members among
+        which a layer is divided and the stages of the layout. Others compute all layers."""
         self.streams = True
         """Whether layers are copied into slots; if not, they have whole weights."""
         self._filled: list[Filled | None] = [None] * SLOTS
@@ -100,11 +103,17 @@ class WeightSlots:
         self._read: list[Any] = [None] * SLOTS
         """For each slot, copies out of it that have begun, as ``Copier.start`` returned them."""
 
-    def use(self, tp: int, layer: int) -> None:
+    def use(self, tp: int, layer: int, pp: int = 1) -> None:
         """Have a layer's weights in its slot, and begin to fill the other slot with the next one's.
 
         The layer that used the other slot has been computed by then. After the last layer comes the
-        first one of the next step. If it needs the same slot, it waits for that step.
+        first one of the next step. If it needs the same slot, it waits for that step. A stage of a
+        pipeline goes through its own layers only.
+
+        Args:
+            tp: members of the layout among which the layer is divided.
+            layer: the layer's number.
+            pp: stages of the layout.
         """
         if not self.streams:
             return
@@ -113,9 +122,15 @@ class WeightSlots:
         if self._keeper is not None and tp == DP.tp:
             begun = self._keeper.stream(layer, self.copier)
             self._read[layer % SLOTS] = begun or self._read[layer % SLOTS]
-        following = (layer + 1) % len(self.copies[tp])
+        following = self._following(tp, layer, pp)
         if following % SLOTS != layer % SLOTS:
             self._fill(tp, following)
+
+    def _following(self, tp: int, layer: int, pp: int) -> int:
+        stage = self.stages.get((tp, pp))
+        if stage is None:
+            return (layer + 1) % len(self.copies[tp])
+        return stage[(stage.index(layer) + 1) % len(stage)]
 
     def keep(self, keeper: Keeper | None) -> None:
         """Let DP's layers be copied out of their slots as steps stream them; None: no more.
@@ -160,25 +175,33 @@ def stream_by(slots: WeightSlots) -> None:
     _slots[:] = [slots]
 
 
-def use_weights(x: torch.Tensor, tp: int, layer: int) -> torch.Tensor:
+def use_weights(x: torch.Tensor, tp: int, layer: int, pp: int = 1) -> torch.Tensor:
     """Return the input of a layer's MLP or attention, once the layer's weights are in their slot.
 
     Compilers see an operator that changes ``x``, so they do not move it behind what reads ``x``.
+
+    Args:
+        x: of any shape.
+        tp: see ``WeightSlots.use``.
+        layer: see ``WeightSlots.use``.
+        pp: see ``WeightSlots.use``.
     """
-    torch.ops.shoal.use_weights(x, tp, layer)
+    torch.ops.shoal.use_weights(x, tp, layer, pp)
     return x
 
 
 torch.library.define(
-    OPERATOR, "(Tensor(a!) x, int tp, int layer) -> ()", tags=(torch.Tag.needs_fixed_stride_order,)
+    OPERATOR,
+    "(Tensor(a!) x, int tp, int layer, int pp) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
 )
 
 
 @torch.library.impl(OPERATOR, "default")  # type: ignore[untyped-decorator]
-def _use(_x: torch.Tensor, tp: int, layer: int) -> None:
-    _slots[0].use(tp, layer)
+def _use(_x: torch.Tensor, tp: int, layer: int, pp: int) -> None:
+    _slots[0].use(tp, layer, pp)
 
 
 @torch.library.register_fake(OPERATOR)  # type: ignore[untyped-decorator]
-def _fake(_x: torch.Tensor, _tp: int, _layer: int) -> None:
+def _fake(_x: torch.Tensor, _tp: int, _layer: int, _pp: int) -> None:
     return None

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import Parameter, functional
 from vllm.model_executor.utils import set_weight_attrs
 
+from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.rules.unquantised import PlainEmbedding
 from shoal.runtime.engine.weights.sharing.slot_methods import register_slot
@@ -108,7 +109,7 @@ class StreamedHead(PlainEmbedding):
     """The method of an LM head that is streamed.
 
     Args:
-        tp: members of the layout.
+        layout: the layout.
         outputs: of the layer.
         own: where in the outputs the rows begin that the engine uses where it keeps them, and these
             rows; None: it uses none.
@@ -117,13 +118,14 @@ class StreamedHead(PlainEmbedding):
 
     def __init__(
         self,
-        tp: int,
+        layout: Layout,
         outputs: int,
         own: tuple[int, torch.Tensor] | None,
         pieces: Sequence[Piece],
     ) -> None:
         super().__init__(meta=True)
-        self._tp, self._outputs, self._own, self.pieces = tp, outputs, own, pieces
+        self._tp, self._pp = layout.tp, layout.pp
+        self._outputs, self._own, self.pieces = outputs, own, pieces
 
     def apply(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -138,7 +140,7 @@ class StreamedHead(PlainEmbedding):
         if self._own is not None:
             multiply(*self._own)
         for piece in self.pieces:
-            use_weights(flat, self._tp, piece.number)
+            use_weights(flat, self._tp, piece.number, self._pp)
             for some in piece.rows:
                 multiply(*some)
         logits = logits.view(*x.shape[:-1], self._outputs)

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.groups.head_order import head_shard
@@ -124,7 +125,7 @@ class Model(nn.Module):
     @property
     def steps(self) -> list[nn.Module]:
         """What a step computes, in its order."""
-        return list(self.mlps)
+        return [mlp for mlp in self.mlps if isinstance(mlp, Mlp)]
 
 
 class Block(nn.Module):
@@ -149,7 +150,8 @@ class Decoder(Model):
     @property
     def steps(self) -> list[nn.Module]:
         """What a step computes, in its order."""
-        return [part for block in self.blocks for part in (block.attn, block.mlp)]
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        return [part for block in blocks for part in (block.attn, block.mlp)]
 
 
 class Embedding(nn.Module):
@@ -195,7 +197,27 @@ class Language(Decoder):
     @property
     def steps(self) -> list[nn.Module]:
         """What a step computes, in its order."""
-        return [self.embedding, *super().steps, self.head]
+        steps: list[nn.Module] = [*super().steps]
+        if isinstance(self.embedding.tokens, VocabParallelEmbedding):
+            steps.insert(0, self.embedding)
+        if isinstance(self.head.lm_head, ParallelLMHead):
+            steps.append(self.head)
+        return steps
+
+
+STAGES: tuple[range, ...] = (range(2), range(2, LAYERS))
+"""Which layers the stages of a pipeline have."""
+
+
+def keep_stage(model: Any, stage: int) -> None:
+    """Leave a model the layers of a stage, as vLLM does: others do nothing under the same names."""
+    layers = model.blocks if isinstance(model, Decoder) else model.mlps
+    for number in set(range(LAYERS)) - set(STAGES[stage]):
+        layers[number] = PPMissingLayer()
+    if isinstance(model, Language) and stage:
+        model.embedding.tokens = PPMissingLayer()
+    elif isinstance(model, Language):
+        model.head.lm_head = PPMissingLayer()
 
 
 def load(model: Model) -> None:
@@ -329,11 +351,13 @@ class SharingEngine:
         self.mlps.complete(self.dp, dummy=False)
         self.mlps.stream_in(self.dp, Layout())
 
-    def member(self, tp: int) -> Model:
-        """Return the engine's model in a TP layout."""
-        rank, layout = self.number % tp, Layout(tp=tp)
+    def member(self, tp: int, pp: int = 1) -> Model:
+        """Return the engine's model in a TP layout, or in a pipeline of two stages."""
+        rank, layout = self.number % tp, Layout(tp=tp, pp=pp)
         with tensor_parallel(rank, tp):
             model = self._weights.model(self._weights.config(views=True), sizes=self._weights.sizes)
+            if pp > 1:
+                keep_stage(model, layout.place(self.number % layout.world_size).stage)
             view_weights(model, self.store, layout, rank)
         self.mlps.stream_in(model, layout)
         return model
@@ -348,9 +372,21 @@ class SharingEngine:
         self.mlps.fill_whole(self.lent)()
         self.mlps.be_whole()
 
-    def outputs(self, tp: int) -> list[torch.Tensor]:
+    def outputs(self, tp: int, pp: int = 1) -> list[torch.Tensor]:
         stream_by(self.slots)
-        return self._weights.outputs(self.dp if tp == 1 else self.member(tp))
+        return self._weights.outputs(self.dp if tp * pp == 1 else self.member(tp, pp))
+
+
+def pipeline_outputs(engines: list[SharingEngine], tp: int) -> list[torch.Tensor]:
+    """Return what the members of a pipeline of two stages compute, in the order of ``outputs``."""
+    steps: list[list[torch.Tensor]] = [[], []]
+    for first in range(0, len(engines), tp):
+        members = [engine.outputs(tp, len(STAGES)) for engine in engines[first : first + tp]]
+        sums = [torch.stack(parts).sum(0) for parts in zip(*members, strict=True)]
+        for number, step in enumerate(steps):
+            half = len(sums) // 2
+            step += sums[number * half : (number + 1) * half]
+    return [*steps[0], *steps[1]]
 
 
 def node(

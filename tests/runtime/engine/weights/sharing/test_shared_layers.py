@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from shoal.runtime.engine.weights.sharing.filling import Filling
 from shoal.runtime.engine.weights.sharing.pages import HostPages
 from shoal.runtime.engine.weights.sharing.shared_layers import Heads, SharedLayers
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree, SharedWeight
-from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots
+from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots, stream_by
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights
 from tests.runtime.engine.one_rank import tensor_parallel
@@ -32,6 +33,7 @@ from tests.runtime.engine.weights.sharing.sharing_engines import (
     KV_HEADS,
     LAYERS,
     PLAIN,
+    STAGES,
     UNQUANTISED,
     Kind,
     Model,
@@ -42,6 +44,7 @@ from tests.runtime.engine.weights.sharing.sharing_engines import (
     node,
     on_cpu,
     on_simulated_gpu,
+    pipeline_outputs,
 )
 from tests.runtime.engine.weights.sharing.simulated_cuda import simulate_streams
 
@@ -91,6 +94,10 @@ def test_all_layouts_compute_what_the_whole_model_does(
 def assert_right(engines: list[SharingEngine], stock: list[torch.Tensor]) -> None:
     for engine in engines:
         assert all(map(is_close, engine.outputs(1), stock))
+    for tp in (1, 2):
+        for first in range(0, ENGINES, 2 * tp):
+            found = pipeline_outputs(engines[first : first + 2 * tp], tp)
+            assert all(map(is_close, found, stock)), "a pipeline"
     for tp in (2, 4):
         for first in range(0, ENGINES, tp):
             members = [engine.outputs(tp) for engine in engines[first : first + tp]]
@@ -302,6 +309,32 @@ def test_slots_that_are_not_filled_change_what_is_computed(
         *(True, False, True),
         *(True, False, True),
     ]
+
+
+def test_a_stage_streams_its_own_layers_only(tmp_path: Path) -> None:
+    for engine in node(tmp_path, 2, weights=DECODER)[:2]:
+        streamed: set[int] = set()
+        fill = engine.slots._fill
+
+        def noting(tp: int, layer: int, streamed: Any = streamed, fill: Any = fill) -> Any:
+            streamed.add(layer)
+            return fill(tp, layer)
+
+        engine.slots._fill = noting  # type: ignore[method-assign]
+        engine.outputs(1, 2)
+        assert streamed == set(STAGES[engine.number])
+
+
+def test_a_stages_layer_that_is_not_in_its_slot_changes_what_is_computed(tmp_path: Path) -> None:
+    engine, stock = node(tmp_path, 2, weights=DECODER)[0], DECODER.outputs(DECODER.whole())
+    stage = engine.member(1, 2)
+    for copies in engine.slots.copies.values():
+        copies[1].clear()
+    stream_by(engine.slots)
+    found, half = DECODER.outputs(stage), len(stock) // 2
+    of_stage = [*stock[: 2 * len(STAGES[0])], *stock[half : half + 2 * len(STAGES[0])]]
+    right = [is_close(*pair) for pair in zip(found, of_stage, strict=True)]
+    assert right == [True, True, False, False] * 2, "attention and MLP of the layer"
 
 
 def test_attention_in_a_slot_that_is_not_filled_changes_what_is_computed(tmp_path: Path) -> None:

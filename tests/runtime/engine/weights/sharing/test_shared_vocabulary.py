@@ -24,6 +24,7 @@ from tests.runtime.engine.weights.sharing.sharing_engines import (
     node,
     on_cpu,
     on_simulated_gpu,
+    pipeline_outputs,
 )
 from tests.runtime.engine.weights.sharing.simulated_cuda import simulate_streams
 
@@ -61,6 +62,9 @@ def assert_right(engines: list[SharingEngine], stock: list[torch.Tensor], widest
             members = [engine.outputs(tp) for engine in engines[first : first + tp]]
             sums = [torch.stack(parts).sum(0) for parts in zip(*members, strict=True)]
             assert all(map(is_close, sums, stock))
+            if 2 * tp <= ENGINES and first % (2 * tp) == 0:
+                found = pipeline_outputs(engines[first : first + 2 * tp], tp)
+                assert all(map(is_close, found, stock)), "a pipeline"
 
 
 @pytest.mark.parametrize("kind", [on_cpu, on_simulated_gpu])

@@ -53,6 +53,7 @@ from tests.runtime.engine.weights.sharing.sharing_engines import (
     node,
     on_cpu,
     on_simulated_gpu,
+    pipeline_outputs,
 )
 from tests.runtime.engine.weights.sharing.simulated_cuda import simulate_streams
 
@@ -345,12 +346,22 @@ def assert_right(engines: list[SharingEngine], expected: dict[int, list[Outputs]
     for tp, members in expected.items():
         found = [engine.outputs(tp) for engine in engines]
         for first in range(0, ENGINES, tp):
-            ours, theirs = (total(some[first : first + tp]) for some in (found, members))
-            assert all(output.abs().max() > 0.1 for output in theirs)
-            for one, other in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(
-                    one, other, rtol=0.02, atol=0.02 * float(other.abs().max())
-                )
+            assert_close(*(total(some[first : first + tp]) for some in (found, members)))
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_stages_compute_what_layouts_without_stages_do(tmp_path: Path, name: str) -> None:
+    given = decoder(name)
+    engines, expected = node(tmp_path, 4, weights=given), expected_outputs(name, given)
+    for tp in (1, 2):
+        found = pipeline_outputs(engines[: 2 * tp], tp)
+        assert_close([output.float() for output in found], total(expected[tp][:tp]))
+
+
+def assert_close(ours: Outputs, theirs: Outputs) -> None:
+    assert all(output.abs().max() > 0.1 for output in theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
 
 
 def total(members: Sequence[Outputs]) -> Outputs:

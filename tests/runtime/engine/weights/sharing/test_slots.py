@@ -64,6 +64,31 @@ def test_the_last_layer_keeps_its_slot_until_it_is_computed() -> None:
     assert recorder.take() == ["start 10", "wait 10"], "layer 1 is still in the other slot"
 
 
+def test_a_stage_copies_its_own_layers_only() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 4)
+    made.stages[1, 2] = [2, 3]
+    made.use(1, 2, 2)
+    assert recorder.take() == ["start 12", "wait 12", "start 13"]
+    made.use(1, 3, 2)
+    assert recorder.take() == ["wait 13"], "the next step's first layer has its slot still"
+    made.use(1, 2)
+    assert recorder.take() == ["wait 12"], "DP finds what the pipeline has streamed"
+    made.use(1, 3)
+    assert recorder.take() == ["wait 13", "start 10"]
+
+
+def test_a_stage_of_an_odd_number_of_layers_waits_for_its_first() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 6)
+    made.stages[1, 2] = [3, 4, 5]
+    for layer in (3, 4, 5):
+        made.use(1, layer, 2)
+    assert recorder.take()[-2:] == ["start 15", "wait 15"]
+    made.use(1, 3, 2)
+    assert recorder.take() == ["start 13", "wait 13"], "layer 4 is still in the other slot"
+
+
 def test_another_layout_fills_the_slots_anew() -> None:
     recorder = Recorder()
     made = slots(recorder, 2)

@@ -1,0 +1,117 @@
+"""Pipelines of engines that share weights: a stage streams what its engine does not keep.
+
+``SHOAL_PIPELINE_ENGINES=4`` in the environment adds four engines that share weights, and a death.
+"""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.policies.values.layouts import alone
+from shoal.runtime.protocol import messages as m
+from tests.random_checkpoint import CheckpointSpec, write_checkpoint
+from tests.runtime.engine import probes
+from tests.runtime.engine.prompts import PROMPTS, SHARED, random_prompts
+from tests.runtime.engine.real_node import RealNode
+from tests.runtime.engine.test_real_carry import TOKENS, further
+from tests.runtime.engine.test_real_pipeline import FOUR_ENGINES, assert_every_pipeline
+from tests.units import pp, tp
+from tests.variety import is_varied
+
+pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
+
+PAIR, TP2 = pp(0, 1), tp(0, 1)
+CARRY = m.Treatment.CARRY
+LAYERS = 6
+HEAD = LAYERS
+"""The number of what is in a slot after the last layer: the LM head, in one piece."""
+FEW = 80
+"""Tokens of requests that run while memory moves."""
+_seeds = itertools.count(4200)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNode]:
+    model = tmp_path_factory.mktemp("models") / "llama"
+    write_checkpoint(model, CheckpointSpec(layers=LAYERS))
+    sizes: dict[str, Any] = {"kv_cache_memory_bytes": 24 << 20}
+    with RealNode(model, 2, max_pp=2, share_weights=2, restart_limit=9, **sizes) as node:
+        yield node
+
+
+def test_a_pipeline_generates_dps_tokens_and_streams_its_own_layers(node: RealNode) -> None:
+    prompts = [*PROMPTS, *SHARED]
+    expected = node.generate_spread([alone(0), alone(1)], prompts)
+    assert is_varied(expected)
+    assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "pp2": 0, "tp2": 0}] * 2
+    with node.bound(PAIR):
+        assert node.generate(PAIR, prompts) == expected
+        first, last = node.probe_all(probes.layers_in_slots)
+        assert first <= {0, 1, 2}
+        assert last <= {3, 4, 5, HEAD}
+    assert node.generate(alone(0), prompts) == expected
+    assert node.audit() == []
+
+
+def test_requests_go_from_a_pipeline_to_every_layout_and_back(node: RealNode) -> None:
+    prompts = random_prompts((40, 33, 90, 150, 5, 200), next(_seeds))
+    plain = node.generate(alone(1), prompts, TOKENS)
+    assert is_varied(plain)
+    requests = node.submit(alone(0), prompts, TOKENS)
+    node.wait_for_tokens(requests, 8)
+    for unit in (PAIR, TP2, None, PAIR):
+        view = node.switch(*filter(None, [unit]), treatment=CARRY)
+        assert (view.carried, view.recomputed) == (len(prompts), {})
+        further(node, requests, 15)
+    assert node.wait(requests) == plain
+    node.switch()
+    assert node.audit() == []
+
+
+def test_a_slot_that_is_read_too_early_changes_a_pipelines_tokens(node: RealNode) -> None:
+    for damaged in (True, False):
+        prompts = random_prompts((5, 33, 100), next(_seeds))
+        expected = node.generate(alone(0), prompts)
+        node.probe(1, probes.read_slots_early, damaged)
+        with node.bound(PAIR):
+            assert (node.generate(PAIR, prompts) != expected) is damaged
+    assert node.audit() == []
+
+
+def test_memory_moves_while_a_pipeline_works(node: RealNode) -> None:
+    prompts = random_prompts((40, 70, 90), next(_seeds))
+    expected = node.generate_spread([alone(0), alone(1)], prompts, FEW)
+    with node.bound(PAIR):
+        for share in (1, 2):
+            requests = node.submit(PAIR, prompts, FEW)
+            node.wait_for_tokens(requests, 4)
+            view = node.change_memory(share)
+            assert (view.after, view.error) == (share, None)
+            assert node.probe_all(probes.streams) == [share > 1] * 2
+            assert node.wait(requests) == expected
+            assert node.generate(PAIR, prompts, 16) == [tokens[:16] for tokens in expected]
+    assert node.audit() == []
+
+
+@FOUR_ENGINES
+def test_a_stage_whose_engine_comes_back_streams_again(node: RealNode) -> None:
+    prompts = random_prompts((40, 70), next(_seeds))
+    expected = node.generate(alone(0), prompts)
+    node.switch(PAIR)
+    node.kill("runner-1")
+    node.bring_back(PAIR)
+    node.switch(PAIR)
+    assert node.generate(PAIR, prompts) == expected
+    node.switch()
+    assert node.audit() == []
+
+
+@FOUR_ENGINES
+@pytest.mark.parametrize("share", [2, 4])
+def test_four_engines_that_share_weights_form_every_pipeline(tmp_path: Path, share: int) -> None:
+    write_checkpoint(tmp_path / "model", CheckpointSpec(layers=4))
+    with RealNode(tmp_path / "model", 4, max_pp=4, share_weights=share) as node:
+        assert_every_pipeline(node)
