@@ -40,7 +40,7 @@ class ToldTokens:
 
         Args:
             cached: what the step says of requests that run.
-            model_runner: the one that this belongs to; a last stage's has sampled the tokens itself.
+            model_runner: the one that this belongs to. A last stage's has sampled the tokens.
         """
         if model_runner.is_last_pp_rank:
             return
