@@ -16,6 +16,7 @@ import msgspec
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition, singles
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import SwitchView
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
@@ -117,12 +118,26 @@ def with_aborts(node: real_node.RealNode) -> list[list[int]]:
     return [tokens[:TOKENS] for tokens in node.wait(requests)] + again
 
 
+def formed_anew(node: real_node.RealNode) -> list[list[int]]:
+    """Return what a pair generates after one of its members was killed at work."""
+    node.switch(PAIR)
+    doomed = node.submit(PAIR, PROMPTS, 20 * TOKENS)
+    node.wait_for_tokens(doomed, 2)
+    node.kill("runner-1")
+    dead = node.controller.books.engines.in_state
+    node.until(lambda: dead(EngineState.DEAD) == node.dead == {0, 1}, "both to be given up")
+    node.bring_back(tp(0, 1), PAIR)
+    with node.bound(PAIR):
+        return node.generate(PAIR, PROMPTS, TOKENS)
+
+
 def main(directory: Path, engines: int, operations: int) -> dict[str, Any]:
     real_node.PATIENCE_SECONDS = PATIENCE_SECONDS
     case, model = CASES[engines], directory / "model"
     write_checkpoint(model, CheckpointSpec(layers=case.layers, kv_heads=2))
-    life = random_life.NODE if engines == random_life.ENGINES else {"precopy_tokens": 100}
-    sizes = {"patience": PATIENCE_SECONDS, "environment": V2, "max_pp": engines} | life
+    four = engines == random_life.ENGINES
+    further = random_life.NODE if four else {"precopy_tokens": 100, "restart_limit": 1}
+    sizes = {"patience": PATIENCE_SECONDS, "environment": V2, "max_pp": engines} | further
     with real_node.RealNode(model, engines, **sizes) as node:
         result: dict[str, Any] = {
             "runners": sorted(set(node.probe_all(probes.model_runner_module))),
@@ -144,7 +159,9 @@ def main(directory: Path, engines: int, operations: int) -> dict[str, Any]:
         sampled, switches = through_carries(node, case.path)
         result |= {"tokens": tokens, "sampled": sampled, "switches": switches}
         result["problems"] = node.audit()
-        if engines == random_life.ENGINES:
+        if not four:
+            tokens["formed anew"] = formed_anew(node)
+        else:
             expected = node.generate_spread(singles(engines), random_life.ALL, random_life.TOKENS)
             node.script(Script.RANDOM)
             lived = random_life.live(node, expected, operations, partitions=PARTITIONS)
