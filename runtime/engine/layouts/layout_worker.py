@@ -167,7 +167,16 @@ class LayoutWorker:
         captures = method == "compile_or_warm_up_model"
         watched = self.watch_captures(self.model) if captures else nullcontext()
         with self.active(), self._buffer.in_use(), watched:
-            return run_method(self._worker, method, args, kwargs or {})
+            result = run_method(self._worker, method, args, kwargs or {})
+            if captures and (told := self._told_tokens) is not None:
+                told.warm_up(self.model_runner)
+        return result
+
+    @property
+    def _told_tokens(self) -> ToldTokens | None:
+        """Where the V2 model runner of a pipeline's stage learns tokens; None: it is another."""
+        told: ToldTokens | None = getattr(self.model_runner, "pp_handler", None)
+        return told
 
     def map_blocks(self, virtual: Sequence[int], physical: Sequence[int]) -> None:
         """Say which blocks of this engine back a group's blocks; others stay as they are."""
@@ -195,8 +204,7 @@ class LayoutWorker:
             scheduler_output = self.introductions.complete(scheduler_output, begun)
         if self.block_map is not None:
             scheduler_output = self.block_map.apply(scheduler_output)
-        told: ToldTokens | None = getattr(self.model_runner, "pp_handler", None)
-        if told is not None:
+        if (told := self._told_tokens) is not None:
             told.tell(scheduler_output.scheduled_cached_reqs, self.model_runner)
         execution = self.executions.get(mode)
         if execution is None:

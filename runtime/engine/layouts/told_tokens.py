@@ -56,13 +56,25 @@ class ToldTokens:
     def get_prev_sampled_outputs(self, _drafts: Any = None) -> dict[str, torch.Tensor] | None:
         """Return what ``GPUModelRunner.postprocess_sampled`` is to add to rows; None: nothing."""
         told, self._told = self._told, []
-        if not told:
-            return None
-        # Looked up here: on CPUs vLLM replaces it when a V2 model runner is imported.
-        both = torch_utils.async_tensor_h2d(
-            list(zip(*told, strict=True)), device=self._device, dtype=torch.int64
+        return self._outputs(told) if told else None
+
+    def warm_up(self, model_runner: Any) -> None:
+        """Compile what writes tokens to rows: vLLM's warm-up steps say none.
+
+        Args:
+            model_runner: the one that this belongs to. None of its rows is changed.
+        """
+        if not model_runner.is_last_pp_rank:
+            with torch.inference_mode():
+                model_runner.postprocess_sampled(**self._outputs([(-1, 0)]))
+
+    def _outputs(self, told: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        # Each is a tensor of its own, because kernels are compiled for how tensors are aligned. The
+        # function is looked up here: on CPUs vLLM replaces it.
+        rows, tokens = (
+            torch_utils.async_tensor_h2d(list(column), device=self._device, dtype=torch.int64)
+            for column in zip(*told, strict=True)
         )
-        rows, tokens = both.unbind()
         return {
             "idx_mapping": rows,
             "sampled_tokens": tokens.unsqueeze(1),

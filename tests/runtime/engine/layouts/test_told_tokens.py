@@ -68,6 +68,14 @@ def test_a_last_stage_is_told_nothing(told: ToldTokens) -> None:
     assert told.get_prev_sampled_outputs() is None
 
 
+@pytest.mark.parametrize(("is_last", "warmed"), [(False, [[-1]]), (True, [])])
+def test_a_warm_up_writes_to_no_row(told: ToldTokens, is_last: bool, warmed: list[Any]) -> None:
+    model_runner, seen = runner(is_last=is_last), []
+    model_runner.postprocess_sampled = lambda **outputs: seen.append(outputs["idx_mapping"])
+    told.warm_up(model_runner)
+    assert [rows.tolist() for rows in seen] == warmed
+
+
 def test_more_than_one_token_is_no_step_of_a_pipeline(told: ToldTokens) -> None:
     with pytest.raises(ValueError, match="too many values"):
         told.tell(running(first=(6, [70, 71])), runner(first=(5, 6)))
