@@ -57,7 +57,8 @@ def test_requests_go_along_with_their_kv(result: dict[str, Any]) -> None:
     assert sampled["carried"] == sampled["plain"]
     greedy = zip(sampled["plain"], result["tokens"]["dp"], strict=True)
     assert [tokens[: len(plain)] != plain for tokens, plain in greedy] == [True, True, True, False]
-    assert set(switches["carried"]) == {len(SAMPLED)}
+    assert switches["carried"][0] == len(SAMPLED)
+    assert all(switches["carried"][:2]), "some end before the last carries of four engines"
     assert all(counts == [0, 0, {}] for counts in switches["not carried"])
     assert switches["ahead"], "blocks were copied ahead, too"
 

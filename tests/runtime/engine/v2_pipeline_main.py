@@ -23,12 +23,11 @@ from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes, random_life, real_node, v2_program
 from tests.runtime.engine.prompts import SHARED, random_prompts
 from tests.runtime.engine.scripted_shift import Script
+from tests.runtime.engine.test_real_carry import further
 from tests.runtime.engine.v2_main import PATIENCE_SECONDS, SAMPLED, V2
 from tests.units import pp, tp, tp_units
 
 TOKENS = 12
-CARRIED_TOKENS = 40
-"""Of requests that are carried: so many that none ends before its last carry."""
 PROMPTS = [*random_prompts((5, 33, 150), seed=3), SHARED[0][:90]]
 """With 64 tokens a step, two are computed in chunks."""
 PAIR = pp(0, 1)
@@ -42,15 +41,18 @@ class Case(NamedTuple):
     pipelines: tuple[Unit, ...]
     path: tuple[Partition, ...]
     """Where requests are carried from engine 0."""
+    carried_tokens: int
+    """Of these requests: so many that few end before their last carry."""
 
 
 BOTH, FOUR = pp(0, 1, 2, 3, stages=2), pp(0, 1, 2, 3)
 CASES = {
-    2: Case(2, (PAIR,), ((PAIR,), (tp(0, 1),), (), (PAIR,))),
+    2: Case(2, (PAIR,), ((PAIR,), (tp(0, 1),), (), (PAIR,)), 48),
     4: Case(
         4,
         (PAIR, BOTH, FOUR),
-        ((FOUR,), (tp(0, 1, 2, 3),), (), (BOTH,), (PAIR, tp(2, 3)), (FOUR,), ()),
+        ((FOUR,), (tp(0, 1, 2, 3),), (), (BOTH,), (PAIR, tp(2, 3)), (FOUR,)),
+        64,
     ),
 }
 PARTITIONS: tuple[Partition, ...] = (
@@ -83,21 +85,19 @@ def steps_apart(node: real_node.RealNode) -> list[bool]:
     return [not before & after for before, after in itertools.pairwise(decoding)]
 
 
-def submit_each(node: real_node.RealNode, engine: int) -> list[str]:
+def submit_each(node: real_node.RealNode, engine: int, count: int) -> list[str]:
     """Send an engine the prompts, each with its own sampling."""
     pairs = zip(PROMPTS, SAMPLED, strict=True)
-    return [node.submit(alone(engine), [p], CARRIED_TOKENS, **kind)[0] for p, kind in pairs]
+    return [node.submit(alone(engine), [p], count, **kind)[0] for p, kind in pairs]
 
 
-def through_carries(
-    node: real_node.RealNode, path: tuple[Partition, ...]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def through_carries(node: real_node.RealNode, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     """Carry requests of each kind of sampling along a path; return their tokens, and counts."""
-    sampled = {"plain": node.wait(submit_each(node, 1))}
-    requests, views = submit_each(node, 0), list[SwitchView]()
-    for units in path:
-        known = min(len(node.tokens[request]) for request in requests)
-        node.wait_for_tokens(requests, known + 3)
+    sampled = {"plain": node.wait(submit_each(node, 1, case.carried_tokens))}
+    requests, views = submit_each(node, 0, case.carried_tokens), list[SwitchView]()
+    node.wait_for_tokens(requests, 1)
+    for units in case.path:
+        further(node, requests, 2)
         views.append(node.switch(*units, treatment=m.Treatment.CARRY))
     sampled["carried"] = node.wait(requests)
     node.switch()
@@ -156,7 +156,7 @@ def main(directory: Path, engines: int, operations: int) -> dict[str, Any]:
             node.probe_all(probes.tell_wrong_tokens, True)
             result["wrong tokens told"] = in_turn(node)
             node.probe_all(probes.tell_wrong_tokens, False)
-        sampled, switches = through_carries(node, case.path)
+        sampled, switches = through_carries(node, case)
         result |= {"tokens": tokens, "sampled": sampled, "switches": switches}
         result["problems"] = node.audit()
         if not four:
