@@ -178,8 +178,8 @@ def _group_config(
     arguments.enable_expert_parallel = by_number
     may_differ: tuple[str, ...] = ()
     if layout.pp > 1:
-        # vLLM's V1 model runner cannot do both; nodes with pipelines have no other
-        # (``unsupported_models.check_stages``).
+        # vLLM's V1 model runner cannot do both, and V2 learns tokens from the scheduler here
+        # (``told_tokens``).
         arguments.async_scheduling = False
         may_differ = ("scheduler_config.async_scheduling", "scheduler_config.scheduler_cls")
     config = dp_config(arguments)

@@ -185,18 +185,11 @@ def check_stages(max_pp: int, config: Any) -> None:
 
     Raises:
         UserError: the model has no stages in vLLM, or latent attention, with which no test has run
-            stages; their number does not divide its layers; vLLM would keep several groups of KV
-            blocks, which engines check again; or vLLM would use its V2 model runner. That one hands
-            what was sampled back to the first stage a fixed number of steps later (``PPHandler``),
-            which binds and carries do not know of.
+            stages; their number does not divide its layers; or vLLM would keep several groups of
+            KV blocks, which engines check again.
     """
     if max_pp == 1:
         return
-    if config.use_v2_model_runner:
-        raise UserError(
-            f"--max-pp {max_pp}: pipelines need vLLM's V1 model runner, and here vLLM uses V2; "
-            "with VLLM_USE_V2_MODEL_RUNNER=0 in the environment it uses V1"
-        )
     model = config.model_config
     if not model.is_pp_supported:
         raise UserError(f"--max-pp {max_pp}: vLLM runs {model.architecture} in one stage only")

@@ -23,6 +23,7 @@ from shoal.runtime.engine.layouts.full_graphs import FullGraphs
 from shoal.runtime.engine.layouts.introductions import Introductions
 from shoal.runtime.engine.layouts.seeded_sampling import thrown_away_unseeded
 from shoal.runtime.engine.layouts.token_table import take_arrays
+from shoal.runtime.engine.layouts.told_tokens import ToldTokens, in_stages
 from shoal.runtime.engine.link.instructions import LARGEST_FULL_GRAPH, Begun
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights, owned_bytes
@@ -121,7 +122,7 @@ class LayoutWorker:
         Args:
             init_method: a URL whose last part names what this node's workers share.
         """
-        with self.communicators.active(starts=True):
+        with self.communicators.active(starts=True), in_stages(self.config):
             self._worker.init_worker(
                 all_kwargs=[
                     {
@@ -166,7 +167,16 @@ class LayoutWorker:
         captures = method == "compile_or_warm_up_model"
         watched = self.watch_captures(self.model) if captures else nullcontext()
         with self.active(), self._buffer.in_use(), watched:
-            return run_method(self._worker, method, args, kwargs or {})
+            result = run_method(self._worker, method, args, kwargs or {})
+            if captures and (told := self._told_tokens) is not None:
+                told.warm_up(self.model_runner)
+        return result
+
+    @property
+    def _told_tokens(self) -> ToldTokens | None:
+        """Where the V2 model runner of a pipeline's stage learns tokens; None: it is another."""
+        told: ToldTokens | None = getattr(self.model_runner, "pp_handler", None)
+        return told
 
     def map_blocks(self, virtual: Sequence[int], physical: Sequence[int]) -> None:
         """Say which blocks of this engine back a group's blocks; others stay as they are."""
@@ -194,6 +204,8 @@ class LayoutWorker:
             scheduler_output = self.introductions.complete(scheduler_output, begun)
         if self.block_map is not None:
             scheduler_output = self.block_map.apply(scheduler_output)
+        if (told := self._told_tokens) is not None:
+            told.tell(scheduler_output.scheduled_cached_reqs, self.model_runner)
         execution = self.executions.get(mode)
         if execution is None:
             raise RuntimeError(f"{self.layout.name} was not started to run steps of mode {mode}")

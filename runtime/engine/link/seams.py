@@ -210,6 +210,12 @@ SEAMS = (
     Seam("vllm.v1.worker.gpu.buffer_utils", "StagedWriteTensor.stage_write_elem", "seats"),
     Seam("vllm.v1.worker.gpu.model_runner", "GPUModelRunner.add_requests", "seats"),
     Seam("vllm.v1.worker.gpu.model_runner", "GPUModelRunner._remove_request", "seats"),
+    Seam("vllm.v1.worker.gpu.model_runner", "PPHandler", "told_tokens"),
+    Seam(
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.update_pp_decode_requests",
+        "told_tokens",
+    ),
     Seam("vllm.v1.worker.gpu.sample.penalties", "use_penalty", "beginnings"),
     Seam(_V2_GRAPHS, "BatchExecutionDescriptor", "capture_sizes"),
     Seam(_V2_GRAPHS, "ModelCudaGraphManager.capture", "capture_sizes"),

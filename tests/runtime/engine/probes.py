@@ -3,6 +3,7 @@
 A probe is one more instruction in the queue that the runner reads: never in the middle of a step.
 """
 
+import dataclasses
 import hashlib
 import os
 import pickle
@@ -22,6 +23,7 @@ from msgspec.structs import replace
 from vllm.forward_context import BatchDescriptor
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from shoal.policies.values.kv_geometry import KvGeometry
@@ -32,6 +34,7 @@ from shoal.runtime.engine.kv import carry_plan
 from shoal.runtime.engine.kv.carry_plan import Strip
 from shoal.runtime.engine.kv.kv_reader import KvReader
 from shoal.runtime.engine.kv.staging_server import StagingServer
+from shoal.runtime.engine.layouts.told_tokens import ToldTokens
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.engine.link.step_queues import PREPARING
 from shoal.runtime.engine.runner import loading, recorder, taking_up
@@ -762,6 +765,7 @@ def judge_drafts_of_others(runner: ProbedRunner, wrong: bool) -> None:
 
 
 _staged = StagingServer._copied
+_tell = ToldTokens.tell
 
 
 def stage_nothing(runner: ProbedRunner, nothing: bool) -> None:
@@ -849,6 +853,16 @@ def takes_arrays(runner: ProbedRunner) -> bool:
     """Return whether the V2 model runners of all layouts take tokens as arrays."""
     tables = [w.model_runner.req_states.all_token_ids for w in runner._workers.values()]
     return all(isinstance(table._staged_write_contents, array) for table in tables)
+
+
+def tell_wrong_tokens(runner: ProbedRunner, wrong: bool) -> None:
+    """Let the stages of pipelines learn another token than the one that was sampled."""
+
+    def tell(told: ToldTokens, cached: CachedRequestData, model_runner: Any) -> None:
+        others = [[token + 1 for token in tokens] for tokens in cached.new_token_ids]
+        _tell(told, dataclasses.replace(cached, new_token_ids=others), model_runner)
+
+    ToldTokens.tell = tell if wrong else _tell  # type: ignore[method-assign]
 
 
 def model_runner_module(runner: ProbedRunner) -> str:

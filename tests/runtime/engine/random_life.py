@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,13 @@ def ways_of_tiers(node: RealNode) -> list[tuple[Unit, Unit]]:
     return [way for way in there + back if way[0] in cores and cores[way[0]].requests]
 
 
-def live(node: RealNode, expected: list[list[int]], operations: int, seed: int = SEED) -> Lived:
+def live(
+    node: RealNode,
+    expected: list[list[int]],
+    operations: int,
+    seed: int = SEED,
+    partitions: Sequence[Partition] = PARTITIONS,
+) -> Lived:
     """Do so many things at random, and bring all requests to their end.
 
     Args:
@@ -127,6 +134,7 @@ def live(node: RealNode, expected: list[list[int]], operations: int, seed: int =
         expected: what stock vLLM generates for ``ALL``.
         operations: requests, switches, drains and moves together.
         seed: of what is drawn.
+        partitions: what the node switches to.
     """
     draw, counts = random.Random(seed), Counter[str]()
     asked: dict[str, int] = {}
@@ -142,7 +150,7 @@ def live(node: RealNode, expected: list[list[int]], operations: int, seed: int =
         chance = draw.random()
         if chance < 0.4:
             treatment = draw.choice((m.Treatment.HARD, m.Treatment.SOFT, *[m.Treatment.CARRY] * 2))
-            switch_to(node, draw.choice(PARTITIONS), treatment)
+            switch_to(node, draw.choice(partitions), treatment)
             counts["switches"] += 1
         elif chance < 0.45:
             engine = draw.randrange(ENGINES)
@@ -166,9 +174,11 @@ def live(node: RealNode, expected: list[list[int]], operations: int, seed: int =
         for _ in range(draw.randrange(3)):
             node.turn(timeout=draw.choice((0.0, 0.01)))
     # Requests are paused, or wait in the pool, for units that come again now.
-    for partition in PARTITIONS[:3]:
-        switch_to(node, partition)
-        node.wait([request for request in asked if unit_of(request) in partition])
+    for partition in partitions:
+        left = asked.keys() - node.finished.keys()
+        if waiting := [request for request in sorted(left) if unit_of(request) in partition]:
+            switch_to(node, partition)
+            node.wait(waiting)
     switch_to(node, singles(ENGINES))
     node.transport.before_send = lambda _engine, _message: None
     carries = node.controller.books.statistics.carries

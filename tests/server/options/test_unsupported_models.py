@@ -200,12 +200,9 @@ def test_a_model_whose_groups_of_kv_blocks_can_be_served_is(
     check_kv_groups(configured(tmp_path, config))
 
 
-def staged(
-    layers: int = 6, *, supported: bool = True, v2: bool = False, latent: bool = False, **text: Any
-) -> Any:
+def staged(layers: int = 6, *, supported: bool = True, latent: bool = False, **text: Any) -> Any:
     """Return what is read of vLLM's ``VllmConfig`` for pipelines."""
     return SimpleNamespace(
-        use_v2_model_runner=v2,
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         model_config=SimpleNamespace(
             model="m",
@@ -224,7 +221,6 @@ def staged(
         (4, staged(), "--max-pp 4: the model's 6 layers make no 4 equal stages"),
         (2, staged(supported=False), "--max-pp 2: vLLM runs MForCausalLM in one stage only"),
         (2, staged(latent=True), "--max-pp 2: m has latent attention"),
-        (2, staged(v2=True), "with VLLM_USE_V2_MODEL_RUNNER=0 in the environment it uses V1"),
         (2, staged(layer_types=[SLIDING, FULL]), "only some layers of m attend to all tokens"),
     ],
 )
