@@ -163,6 +163,7 @@ class CarryCost:
             **dict.fromkeys(("adaptive_verification", "pooling_runner", "encoder_cache")),
             pp_handler=None,
             is_last_pp_rank=True,
+            device=device,
         )
         take_arrays(made)
         return made
@@ -181,8 +182,10 @@ class CarryCost:
             target.reserve(number, source.unit, source.pin(number, names))
             for name in names:
                 target.promise(number, name)
-            target.settle(number, copied=True)
-            source.unpin(number)
+            while not target.settle(number, copied=True):
+                pass
+            while not source.unpin(number):
+                pass
         sources = {source.unit: source for source, _, _ in carried}.values()
         for source in sources:
             self.engines.step(source, 3)
