@@ -172,7 +172,8 @@ class Carrying:
         allotment = self._allotting.end(message)
         come = {request.request_id for request in message.requests}
         expected = [] if announced is None else [*announced.frames, *announced.prefixes]
-        self._backend.cores[message.unit].abort([id_ for id_ in expected if id_ not in come])
+        if absent := [id_ for id_ in expected if id_ not in come]:
+            self._backend.cores[message.unit].abort(absent)
         for request_id in expected:
             refused = self._refused.pop(request_id, None)
             if refused is not None and request_id in come:
