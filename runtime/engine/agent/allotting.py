@@ -23,6 +23,7 @@ class Allotment(msgspec.Struct):
     """Requests of one carry whose last steps are still in flight."""
 
     unit: Unit
+    source: Unit
     announced: dict[str, m.CarriedRequest]
     waiting: list[m.CarriedRequest]
     """Those not tried yet; those that have least to read last."""
@@ -48,11 +49,13 @@ class Allotting:
         """Take note of requests that are to get blocks."""
         announced = {request.request_id: request for request in message.requests}
         waiting = sorted(message.requests, key=lambda request: request.computed, reverse=True)
-        self._allotments[message.carry] = Allotment(message.unit, announced, waiting)
+        self._allotments[message.carry] = Allotment(
+            message.unit, message.source, announced, waiting
+        )
 
     def end(self, message: m.Import) -> Allotment:
         """Return what became of the requests of a carry, which have come."""
-        return self._allotments.pop(message.carry, Allotment(message.unit, {}, []))
+        return self._allotments.pop(message.carry, Allotment(message.unit, message.source, {}, []))
 
     def go_on(self, crowded: Collection[Unit]) -> None:
         """Give more requests their blocks.
@@ -68,7 +71,8 @@ class Allotting:
                 request = allotment.waiting.pop()
                 if core.allot(request):
                     allotment.served.add(request.request_id)
-            core.tell_allotted()
+            has_all = not allotment.waiting and allotment.served == allotment.announced.keys()
+            core.tell_allotted([(allotment.source, [*allotment.announced])] if has_all else [])
 
     def is_due(self, crowded: Collection[Unit]) -> bool:
         """Return whether there is more to do in the next turn."""

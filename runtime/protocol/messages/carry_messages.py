@@ -183,6 +183,7 @@ class Allot(Message, frozen=True):
 
     carry: int
     unit: Unit
+    source: Unit
     requests: list[CarriedRequest]
 
 

@@ -7,6 +7,7 @@ import pytest
 from msgspec import structs
 
 from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.agent import allotting
 from shoal.runtime.engine.agent.allotting import ALLOT_SECONDS
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol import messages as m
@@ -60,7 +61,7 @@ def free(bench: Bench) -> int:
 
 def allot(bench: Bench, *ids: str, turns: int = 1) -> None:
     requests = [announced(id_) for id_ in ids]
-    assert bench.tell(m.Allot(CARRY, OWN, requests), turns=turns) == []
+    assert bench.tell(m.Allot(CARRY, OWN, OTHER, requests), turns=turns) == []
 
 
 def test_allotted_requests_have_their_blocks_and_wait(bench: Bench) -> None:
@@ -70,6 +71,35 @@ def test_allotted_requests_have_their_blocks_and_wait(bench: Bench) -> None:
     own = bench.backend.own
     assert (before - free(bench), own.num_requests, own.in_flight) == (BLOCKS, 0, 0)
     assert problems(bench.backend) == []
+
+
+def test_runners_are_told_when_all_have_their_blocks(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[object]()
+    monkeypatch.setattr(plain.backend.own, "tell_allotted", told.append)
+    monkeypatch.setattr(allotting, "ALLOT_SECONDS", 0.0)
+    expect(plain, "a", "b")
+    allot(plain, "a", "b", turns=3)
+    whole = [(OTHER, ["a", "b"])]
+    assert [each for each in told if each] == []
+    monkeypatch.setattr(allotting, "ALLOT_SECONDS", 1.0)
+    plain.turn(3)
+    assert [each for each in told if each] == [whole], "once"
+
+
+def test_runners_are_not_told_while_one_has_no_blocks(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[object]()
+    monkeypatch.setattr(plain.backend.own, "tell_allotted", told.append)
+    allot_one = plain.backend.own.allot
+    monkeypatch.setattr(
+        plain.backend.own, "allot", lambda each: each.request_id == "a" and allot_one(each)
+    )
+    expect(plain, "a", "b")
+    allot(plain, "a", "b", turns=3)
+    assert [*told] == [[]]
 
 
 def test_the_rest_of_an_allotted_request_is_enough(bench: Bench) -> None:
@@ -254,7 +284,7 @@ def test_a_first_step_is_for_all_that_is_expected(
     noted = Noted(plain, monkeypatch, sends=False)
     take_in(plain, rest("a"))
     assert noted.sent == []
-    plain.tell(m.Allot(CARRY + 1, OWN, [announced("b")]))
+    plain.tell(m.Allot(CARRY + 1, OWN, OTHER, [announced("b")]))
     take_in(plain, rest("b"), carry=CARRY + 1)
     assert noted.sent == [["b"]]
 
