@@ -4,7 +4,7 @@ Most of what a destination does for a request needs only its blocks and all but 
 it is done while the request does not stand still yet.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -74,10 +74,28 @@ class Allotting:
             has_all = not allotment.waiting and allotment.served == allotment.announced.keys()
             core.tell_allotted([(allotment.source, [*allotment.announced])] if has_all else [])
 
+    def serve_now(
+        self, message: m.Import, requests: Iterable[m.CarriedRequest], crowded: Collection[Unit]
+    ) -> set[str]:
+        """Give requests that have come already their blocks; return those that have got them.
+
+        It takes no longer than when they are adopted, and then their first step can be sent ahead.
+        Those that share the room with others, or wait for it, are left alone.
+        """
+        if message.more or message.unit not in self._units(crowded):
+            return set()
+        core = self._backend.cores[message.unit]
+        served = {request.request_id for request in requests if core.allot(request)}
+        core.tell_allotted()
+        return served
+
     def is_due(self, crowded: Collection[Unit]) -> bool:
         """Return whether there is more to do in the next turn."""
         return bool(self._due(crowded))
 
     def _due(self, crowded: Collection[Unit]) -> list[Allotment]:
-        units = {core.unit for core in self._binding.serving}.difference(crowded)
+        units = self._units(crowded)
         return [each for each in self._allotments.values() if each.waiting and each.unit in units]
+
+    def _units(self, crowded: Collection[Unit]) -> set[Unit]:
+        return {core.unit for core in self._binding.serving}.difference(crowded)

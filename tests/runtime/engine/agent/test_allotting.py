@@ -299,6 +299,34 @@ def test_no_first_step_is_sent_of_requests_without_blocks(
     assert (noted.sent, noted.calls[:3]) == ([], ["adopt", "adopt", "copy"])
 
 
+def test_what_was_not_allotted_in_time_is_when_it_comes(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allotting, "ALLOT_SECONDS", 0.0)
+    expect(plain, "a", "b")
+    allot(plain, "a", "b")
+    noted = Noted(plain, monkeypatch, sends=True)
+    take_in(plain, rest("a"), rest("b"))
+    assert [sorted(names) for names in noted.sent] == [["a", "b"]]
+    assert noted.calls[:5] == ["send_first", "adopt", "adopt", "copy", "dispatch"]
+
+
+def test_what_shares_the_room_with_others_is_not_allotted_when_it_comes(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allotting, "ALLOT_SECONDS", 0.0)
+    expect(plain, "a")
+    expect(plain, "b", carry=CARRY + 1)
+    allot(plain, "a")
+    noted = Noted(plain, monkeypatch, sends=True)
+    for carry, name, more in ((CARRY, "a", True), (CARRY + 1, "b", False)):
+        message = m.Import(carry, OWN, OTHER, [carried(name)], more)
+        plain.network.controller.to_engine(0, message)
+    plain.turn()
+    assert noted.sent == []
+    assert noted.calls[:3] == ["adopt", "copy", "adopt"]
+
+
 def test_no_first_step_is_sent_of_a_request_whose_client_has_gone(
     plain: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
