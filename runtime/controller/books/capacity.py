@@ -366,7 +366,10 @@ class Capacity:
             lent = sum(self._leases.lent_by(source.leader).values())
             blocks = self._engines.num_blocks(source.leader) - lent
         used = max(0, blocks - core.load.free_blocks)
-        return -(-used * tokens * len(carry.ids) // len(core.requests))
+        share = -(-used * tokens * len(carry.ids) // len(core.requests))
+        if not self._carries.pins_cached(source):
+            return share
+        return min(share, core.tokens(carry.ids) * len(self._engines.limits(source).group_limits))
 
     def can_hold(self, unit: Unit, request: PoolRequest) -> bool:
         """Return whether a unit holds the request while nothing else runs on its engines."""

@@ -110,6 +110,10 @@ class CarryBook:
         if carry.destination.tier:
             self.parked_at[carry.source] = now
 
+    def pins_cached(self, source: Unit) -> bool:
+        """Return whether blocks of a unit may be in use for what is cached of ended requests."""
+        return any(carry.ended for carry in self._carries.values() if carry.source == source)
+
     def ended_blocks(self, unit: Unit, limits: LayoutLimits) -> int:
         """Return how many blocks of a unit requests take that have ended, when they are copied."""
         return sum(

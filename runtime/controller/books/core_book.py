@@ -1,7 +1,7 @@
 """The book of one core: the requests that a unit's scheduler has, and sums over them."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
 import msgspec
@@ -148,6 +148,14 @@ class CoreBook(msgspec.Struct):
         as tokens, too.
         """
         return self.steps + 1 - self._first.get(request_id, self.steps + 1)
+
+    def tokens(self, request_ids: Iterable[str]) -> int:
+        """Return how many tokens some of the requests have together, as ``generated`` tells.
+
+        Tokens that requests got on other units may count twice.
+        """
+        known = [self.requests[id_] for id_ in request_ids if id_ in self.requests]
+        return sum(each.seen.prompt_tokens + self.generated(each.id) for each in known)
 
     def begun_since(self, load: m.Load) -> int:
         """Return how many requests a report shows to have begun here since the last one.

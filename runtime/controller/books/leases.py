@@ -21,6 +21,8 @@ class Growth(msgspec.Struct):
 
     epoch: int
     lent: dict[int, list[int]] = {}
+    left: int = 0
+    """Blocks that its members are asked for when they have answered."""
 
 
 class Leases:
@@ -160,11 +162,15 @@ class Leases:
         return True
 
     def grow_ahead(self, group: Unit, blocks: int) -> None:
-        """Ask the members of a group that is not bound, and does not grow, for blocks."""
-        self._ask(m.Lend(m.AHEAD, group, blocks, urgent=False))
+        """Ask the members of a group that is not bound, and does not grow, for blocks.
 
-    def _ask(self, lend: m.Lend) -> None:
-        self._growths[lend.unit] = Growth(lend.epoch)
+        They are asked for one portion after the other, because their steps go on meanwhile.
+        """
+        portion = min(blocks, m.PORTION)
+        self._ask(m.Lend(m.AHEAD, group, portion, urgent=False), blocks - portion)
+
+    def _ask(self, lend: m.Lend, left: int = 0) -> None:
+        self._growths[lend.unit] = Growth(lend.epoch, left=left)
         for engine in lend.unit.engines:
             self._transport.to_engine(engine, lend)
 
@@ -188,6 +194,8 @@ class Leases:
             self.open(answer.unit, len(lease[answer.engine]))
             grow = m.Grow(answer.epoch, answer.unit, lease)
             self._transport.to_engine(answer.unit.leader, grow)
+            if growth.left and lease[answer.engine]:
+                self.grow_ahead(answer.unit, growth.left)
 
     def shrink(self, group: Unit, blocks: int) -> None:
         """Ask a bound group's leader for blocks that no request holds."""

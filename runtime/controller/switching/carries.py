@@ -284,7 +284,8 @@ class Carries:
         if requests:
             carry.is_allotted = True
             self._taking_over.foresee(carry, requests)
-            self._send(carry.destination, m.Allot(carry.number, carry.destination, requests))
+            allot = m.Allot(carry.number, carry.destination, carry.source, requests)
+            self._send(carry.destination, allot)
 
     def _import(self, carry: Carry, *, more: bool) -> None:
         taken = self._taking_over.choose(carry)

@@ -29,6 +29,10 @@ from shoal.runtime.protocol import messages as m
 
 log = logging.getLogger("shoal.controller")
 
+AT_ONCE = 4
+"""How many portions a unit is told at once to read: so many that its members always have some to
+read, and so few that its steps do not wait long for what runners do before they begin to read."""
+
 
 class AheadStage(enum.Enum):
     """How far a pre-copy has come."""
@@ -47,6 +51,15 @@ class AheadStage(enum.Enum):
     """Nobody waits for the KV any more, but members still read."""
 
 
+class Reader(msgspec.Struct):
+    """How far a unit has come whose members read."""
+
+    told: int = 0
+    """Portions that it was told to read."""
+    read: int = 0
+    """Portions that it has read."""
+
+
 class PreCopy(msgspec.Struct):
     """What is copied ahead of one carry."""
 
@@ -57,8 +70,10 @@ class PreCopy(msgspec.Struct):
     """Clock time at which the engine that is to answer is late."""
     stage: AheadStage = AheadStage.PINNING
     pinned: list[m.CarriedRequest] = []
-    readers: set[Unit] = set()
-    """Units whose members read, and that have not answered yet."""
+    portions: list[list[m.AheadRequest]] = []
+    """What is read, a portion after the other."""
+    readers: dict[Unit, Reader] = {}
+    """Units whose members read, and that have not read all yet."""
     bytes: int = 0
     host_bytes: int = 0
     is_good: bool = True
@@ -224,7 +239,7 @@ class PreCopies:
         if not message.requests:
             self._end(ahead, "nothing")
             return True
-        carry, number = ahead.carry, ahead.carry.number
+        carry = ahead.carry
         named = {request.request_id for request in message.requests}
         ahead.ended = [request for name, request in carry.ended.items() if name in named]
         running = (one for one in message.requests if one.request_id in carry.ids)
@@ -233,11 +248,20 @@ class PreCopies:
         self._enter(ahead, AheadStage.COPYING)
         self._leases.hold(carry.destination)
         members = set(carry.destination.engines)
-        ahead.readers = {u for u in self._units.partition if members.intersection(u.engines)}
-        for unit in sorted(ahead.readers):
-            copy = m.CopyAhead(number, unit, carry.source, carry.destination, message.requests)
-            self._send(unit, copy)
+        ahead.portions = portions_of(message.requests)
+        readers = (u for u in self._units.partition if members.intersection(u.engines))
+        ahead.readers = {unit: Reader() for unit in sorted(readers)}
+        for unit in ahead.readers:
+            self._tell(ahead, unit, AT_ONCE)
         return True
+
+    def _tell(self, ahead: PreCopy, unit: Unit, portions: int) -> None:
+        """Tell a unit to read the next portions."""
+        carry, reader = ahead.carry, ahead.readers[unit]
+        for portion in ahead.portions[reader.told : reader.told + portions]:
+            reader.told += 1
+            copy = m.CopyAhead(carry.number, unit, carry.source, carry.destination, portion)
+            self._send(unit, copy)
 
     def copied(self, message: m.CopiedAhead) -> bool:
         """Take the answer of a unit whose members have read; return False if none was awaited."""
@@ -250,12 +274,18 @@ class PreCopies:
         if message.problem:
             log.warning("KV was not copied ahead of a switch: %s", message.problem)
             ahead.is_good = False
-        self._answered(ahead, {message.unit})
+        reader = ahead.readers[message.unit]
+        reader.read += 1
+        if ahead.stage is AheadStage.COPYING and ahead.is_good:
+            self._tell(ahead, message.unit, 1)
+        if reader.read == reader.told:
+            self._answered(ahead, {message.unit})
         return True
 
     def _answered(self, ahead: PreCopy, units: Collection[Unit]) -> None:
         """Take note that the members in some units write to the destination's blocks no more."""
-        ahead.readers.difference_update(units)
+        for unit in units:
+            del ahead.readers[unit]
         if ahead.readers:
             return
         self._leases.let_go(ahead.carry.destination)
@@ -351,3 +381,16 @@ class PreCopies:
 
     def _enter(self, ahead: PreCopy, stage: AheadStage) -> None:
         ahead.stage, ahead.deadline = stage, self._clock() + self._timeout
+
+
+def portions_of(requests: Iterable[m.AheadRequest]) -> list[list[m.AheadRequest]]:
+    """Divide what is copied ahead into portions of about ``PORTION`` blocks of each source."""
+    portions, left = list[list[m.AheadRequest]](), 0
+    for request in requests:
+        blocks = max(sum(map(len, groups)) for groups in request.source.values())
+        if not portions or blocks > left:
+            portions.append([])
+            left = m.PORTION
+        portions[-1].append(request)
+        left -= blocks
+    return portions

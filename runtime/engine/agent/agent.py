@@ -58,7 +58,7 @@ class Agent:
         self._carrying = Carrying(
             backend, transport, self.binding, self._stepping, self._ahead, work, clock
         )
-        self._lending = Lending(backend, transport, self.binding, self._carrying, clock)
+        self._lending = Lending(backend, transport, self.binding, self._carrying, work, clock)
         self._moving = Moving(backend, transport)
         self._forming = Forming(backend, transport)
         self._resizing = Resizing(backend, transport, self.binding, self._watch, clock)

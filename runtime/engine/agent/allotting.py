@@ -4,7 +4,7 @@ Most of what a destination does for a request needs only its blocks and all but 
 it is done while the request does not stand still yet.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import msgspec
 
@@ -23,6 +23,7 @@ class Allotment(msgspec.Struct):
     """Requests of one carry whose last steps are still in flight."""
 
     unit: Unit
+    source: Unit
     announced: dict[str, m.CarriedRequest]
     waiting: list[m.CarriedRequest]
     """Those not tried yet; those that have least to read last."""
@@ -48,11 +49,13 @@ class Allotting:
         """Take note of requests that are to get blocks."""
         announced = {request.request_id: request for request in message.requests}
         waiting = sorted(message.requests, key=lambda request: request.computed, reverse=True)
-        self._allotments[message.carry] = Allotment(message.unit, announced, waiting)
+        self._allotments[message.carry] = Allotment(
+            message.unit, message.source, announced, waiting
+        )
 
     def end(self, message: m.Import) -> Allotment:
         """Return what became of the requests of a carry, which have come."""
-        return self._allotments.pop(message.carry, Allotment(message.unit, {}, []))
+        return self._allotments.pop(message.carry, Allotment(message.unit, message.source, {}, []))
 
     def go_on(self, crowded: Collection[Unit]) -> None:
         """Give more requests their blocks.
@@ -68,12 +71,31 @@ class Allotting:
                 request = allotment.waiting.pop()
                 if core.allot(request):
                     allotment.served.add(request.request_id)
-            core.tell_allotted()
+            has_all = not allotment.waiting and allotment.served == allotment.announced.keys()
+            core.tell_allotted([(allotment.source, [*allotment.announced])] if has_all else [])
+
+    def serve_now(
+        self, message: m.Import, requests: Iterable[m.CarriedRequest], crowded: Collection[Unit]
+    ) -> set[str]:
+        """Give requests that have come already their blocks; return those that have got them.
+
+        It takes no longer than when they are adopted, and then their first step can be sent ahead.
+        Those that share the room with others, or wait for it, are left alone.
+        """
+        if message.more or message.unit not in self._units(crowded):
+            return set()
+        core = self._backend.cores[message.unit]
+        served = {request.request_id for request in requests if core.allot(request)}
+        core.tell_allotted()
+        return served
 
     def is_due(self, crowded: Collection[Unit]) -> bool:
         """Return whether there is more to do in the next turn."""
         return bool(self._due(crowded))
 
     def _due(self, crowded: Collection[Unit]) -> list[Allotment]:
-        units = {core.unit for core in self._binding.serving}.difference(crowded)
+        units = self._units(crowded)
         return [each for each in self._allotments.values() if each.waiting and each.unit in units]
+
+    def _units(self, crowded: Collection[Unit]) -> set[Unit]:
+        return {core.unit for core in self._binding.serving}.difference(crowded)

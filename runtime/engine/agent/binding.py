@@ -26,10 +26,6 @@ from shoal.runtime.engine.agent.watchdog import StepWatch
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
 
-PORTION = 1024
-"""Most blocks that a lease grows or shrinks by at once. For more of them the host takes more than a
-millisecond, for which steps would have to wait."""
-
 
 class State(enum.StrEnum):
     """Where the engine stands in a bind."""
@@ -175,7 +171,7 @@ class Binding:
         """Dissolve the group, and answer ``Release``: the safe point of the group's core."""
         core = self._group_core(bind)
         core.release(bind.epoch)
-        returned = core.shrink(PORTION)
+        returned = core.shrink(m.PORTION)
         bind.released = True
         self._transport.to_controller(
             m.Released(bind.epoch, bind.unit, plain_lease(returned), core.num_requests)

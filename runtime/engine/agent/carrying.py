@@ -172,7 +172,8 @@ class Carrying:
         allotment = self._allotting.end(message)
         come = {request.request_id for request in message.requests}
         expected = [] if announced is None else [*announced.frames, *announced.prefixes]
-        self._backend.cores[message.unit].abort([id_ for id_ in expected if id_ not in come])
+        if absent := [id_ for id_ in expected if id_ not in come]:
+            self._backend.cores[message.unit].abort(absent)
         for request_id in expected:
             refused = self._refused.pop(request_id, None)
             if refused is not None and request_id in come:
@@ -182,16 +183,21 @@ class Carrying:
         beginning = self._binding.beginning
         if beginning and beginning.core.unit == message.unit and beginning.by == -math.inf:
             beginning.by = self._clock() + TOGETHER_SECONDS
-        copied = self._ahead.arrive(message.carry)
+        copied, served = self._ahead.arrive(message.carry), allotment.served
+        whole = [request.whole(allotment.announced) for request in message.requests]
+        late = {*copied, *(request.request_id for request in allotment.waiting)} - served
+        if message.unit not in self._gathering:
+            coming = [request for request in whole if request.request_id in late]
+            served |= self._allotting.serve_now(message, coming, self._crowded)
         waiting = sorted(
-            (request.whole(allotment.announced) for request in message.requests),
+            whole,
             key=lambda request: (
-                request.request_id not in allotment.served,
+                request.request_id not in served,
                 request.computed - copied.get(request.request_id, 0),
             ),
         )
         sharers = self._gathering.setdefault(message.unit, [])
-        deadline, served = self._clock() + ROOM_SECONDS, allotment.served
+        deadline = self._clock() + ROOM_SECONDS
         arrivals = Arrivals(message, waiting, deadline, sharers, served)
         sharers.append(message.carry)
         self._arrivals[message.carry] = arrivals

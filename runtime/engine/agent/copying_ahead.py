@@ -29,8 +29,8 @@ class CopyingAhead:
         self._backend = backend
         self._transport = transport
         self._work = work
-        self._reading: dict[tuple[Unit, int], Core] = {}
-        """The cores whose members read, by their unit and the carry."""
+        self._reading: list[tuple[Unit, int, Core]] = []
+        """The cores whose members read, with their unit and the carry, once for each message."""
         self._reserved: dict[int, dict[str, int]] = {}
         """Up to which token the requests of each carry are copied, until ``Settle``."""
         self._copied: dict[int, dict[str, int]] = {}
@@ -114,16 +114,16 @@ class CopyingAhead:
         """Let members read, and answer when they have."""
         core = self._backend.cores[message.unit]
         core.copy_ahead(message.carry, message.source, message.destination, message.requests)
-        self._reading[message.unit, message.carry] = core
+        self._reading.append((message.unit, message.carry, core))
 
     def tend(self) -> None:
         """Answer for the copies that have ended."""
-        for unit, core in {unit: core for (unit, _), core in self._reading.items()}.items():
+        for unit, core in {unit: core for unit, _, core in self._reading}.items():
             if self._backend.cores.get(unit) is not core:  # the group is formed anew
-                self._reading = {key: of for key, of in self._reading.items() if of is not core}
+                self._reading = [each for each in self._reading if each[2] is not core]
                 continue
             for carry, copied in core.copied_ahead():
-                del self._reading[unit, carry]
+                self._reading.remove((unit, carry, core))
                 self._transport.to_controller(
                     m.CopiedAhead(
                         carry,

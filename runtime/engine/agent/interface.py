@@ -6,7 +6,7 @@ engine's KV blocks, and a ``GroupCore`` for each group. Both implementations (``
 ``fake_backend.py``) pass the same tests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -117,8 +117,12 @@ class Core(CopiesAhead, Protocol):
         begins like another one that has: it will find that one's blocks when both have come.
         """
 
-    def tell_allotted(self) -> None:
-        """Tell the runners of requests that have got blocks by ``allot`` since the last time."""
+    def tell_allotted(self, complete: Iterable[tuple[Unit, Sequence[str]]] = ()) -> None:
+        """Tell the runners of requests that have got blocks by ``allot`` since the last time.
+
+        Args:
+            complete: the source and all requests of each carry of which now all have blocks.
+        """
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """Go on with an expected request, as if this core had computed it so far.

@@ -6,12 +6,15 @@ blocks of its members. It shrinks when other units need the blocks. When the gro
 blocks go back, portion by portion, those of paused requests when they end.
 """
 
+from collections.abc import Iterator
+
 import msgspec
 
 from shoal.runtime.clock import Clock
-from shoal.runtime.engine.agent.binding import PORTION, Binding, State
+from shoal.runtime.engine.agent.binding import Bind, Binding, State
 from shoal.runtime.engine.agent.carrying import Carrying
 from shoal.runtime.engine.agent.interface import EngineBackend, GroupCore, plain_lease
+from shoal.runtime.engine.agent.sliced_work import OF_EVERY_CARRY, SlicedWork
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
 
@@ -45,6 +48,7 @@ class Lending:
         transport: the way to the controller.
         binding: the bind that the engine is in.
         carrying: knows the requests that wait for room, and those that are about to come.
+        work: does what takes long.
         clock: seconds.
     """
 
@@ -54,12 +58,14 @@ class Lending:
         transport: AgentTransport,
         binding: Binding,
         carrying: Carrying,
+        work: SlicedWork,
         clock: Clock,
     ) -> None:
         self._backend = backend
         self._transport = transport
         self._binding = binding
         self._carrying = carrying
+        self._work = work
         self._clock = clock
         self._growth = Growth()
         self._returns = False
@@ -110,11 +116,19 @@ class Lending:
             growth.pause = min(2 * growth.pause, LONGEST_PAUSE)
 
     def shrink(self, message: m.Shrink) -> None:
-        """Give up blocks that no request of the bound group holds."""
+        """Give up blocks that no request of the bound group holds, before any later work."""
         bind = self._binding.current(message.epoch, State.BOUND)
         if bind is not None and not bind.released:
             self._growth.spares_at = self._clock() + SHRUNK_SECONDS
-            self._return(self._backend.groups[bind.unit], message.blocks)
+            self._work.start(OF_EVERY_CARRY, self._give_up(bind, message.blocks))
+
+    def _give_up(self, bind: Bind, blocks: int) -> Iterator[None]:
+        while bind is self._binding.bind and not bind.released:
+            self._return(self._backend.groups[bind.unit], min(blocks, m.PORTION))
+            blocks -= m.PORTION
+            if blocks <= 0:
+                return
+            yield
 
     def tend(self) -> None:
         """Ask for blocks that the bound group wants; give back what groups hold that are not bound.
@@ -127,7 +141,7 @@ class Lending:
                 if self._works(core):
                     self._ask(core, self._clock())
             elif core.lease_blocks and not core.in_flight and not self._carrying.expects(core):
-                self._return(core, PORTION)
+                self._return(core, m.PORTION)
                 self._returns |= core.load.free_blocks > 0
 
     def _works(self, core: GroupCore) -> bool:
@@ -149,7 +163,7 @@ class Lending:
         if wanted > 0:
             # With nothing running no block of the group will come free by itself.
             urgent = bool(lacking) and not core.in_flight and not core.load.running
-            growth.asked, wanted = True, min(wanted, PORTION)
+            growth.asked, wanted = True, min(wanted, m.PORTION)
             self._transport.to_controller(m.NeedBlocks(bind.epoch, core.unit, wanted, urgent))
 
     def _return(self, core: GroupCore, blocks: int) -> None:

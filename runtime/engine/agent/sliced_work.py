@@ -12,6 +12,8 @@ from shoal.runtime.clock import Clock
 
 SLICE_SECONDS = 0.001
 """For how long such work goes on in one turn; what has begun by then is finished."""
+OF_EVERY_CARRY = 0
+"""Work for which all later work waits, whatever carry that is for; no carry has this number."""
 
 
 class SlicedWork:
@@ -30,8 +32,8 @@ class SlicedWork:
         self._queue.append((carry, work))
 
     def start(self, carry: int, work: Iterator[None]) -> None:
-        """Do the beginning of some work at once, unless other work is queued for its carry."""
-        is_next = all(number != carry for number, _ in self._queue)
+        """Do the beginning of some work at once, unless it has to wait for work that is queued."""
+        is_next = all(number not in (carry, OF_EVERY_CARRY) for number, _ in self._queue)
         if not (is_next and next(work, self) is self):
             self.add(carry, work)
 

@@ -94,7 +94,7 @@ class TierCore:
         del request
         return False
 
-    def tell_allotted(self) -> None:
+    def tell_allotted(self, complete: Iterable[tuple[Unit, Sequence[str]]] = ()) -> None:
         """See ``Core.tell_allotted``."""
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:

@@ -221,7 +221,9 @@ class FakeAhead:
         settings, readers = self._settings, set(self._unit.engines).intersection(target.engines)
         size = settings.token_bytes * sum(each.end - each.begin for each in requests)
         links = min(source.size, target.size)
-        seconds = settings.copy_seconds + size / (settings.peer_bytes_per_second * links)
+        # While one portion of a carry is read, the next is prepared.
+        is_first = all(reading.carry != carry for reading in self._reading)
+        seconds = size / (settings.peer_bytes_per_second * links) + is_first * settings.copy_seconds
         self._devices.cut(self._unit, now)
         start = max(self._devices.free_at(self._unit, now), *(r.due for r in self._reading), now)
         before = {

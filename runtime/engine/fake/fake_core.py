@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -161,7 +161,7 @@ class FakeCore:
         beside = [each for each in self._expected.values() if each.blocks and each is not expected]
         return self._scheduler.allot(expected, request.tokens, request.length, beside)
 
-    def tell_allotted(self) -> None:
+    def tell_allotted(self, complete: Iterable[tuple[Unit, Sequence[str]]] = ()) -> None:
         """See ``Core.tell_allotted``: there are no runners."""
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:

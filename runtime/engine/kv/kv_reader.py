@@ -18,6 +18,9 @@ from shoal.runtime.engine.kv.staged_reader import StagedReader, Wanted
 from shoal.runtime.engine.kv.tier_memory import Tiers
 from shoal.runtime.engine.link.instructions import Arrival, Copied
 
+Plan = Sequence[Sequence[Piece]]
+"""What a member reads, for each KV group."""
+
 
 class KvReader:
     """Reads KV for one engine.
@@ -48,8 +51,34 @@ class KvReader:
         self._own, self._peers, self._copier = own, peers, copier
         self._staged, self._tiers = staged, tiers
 
+    def plan(self, source: Unit, target: Unit, requests: Sequence[Arrival]) -> Plan:
+        """Return what is to be read of requests, from which engines and to where.
+
+        This takes most of the host's time of a copy, and touches no memory of the device.
+
+        Args:
+            source: the unit that has the KV.
+            target: the unit that takes it.
+            requests: the requests.
+        """
+        return [
+            pieces(
+                *(source, target, self._engine, requests, index),
+                self._pages(target, index),
+                self._max_sp,
+                self._pages(source, index),
+            )
+            for index in range(len(self._groups))
+        ]
+
     def read(
-        self, source: Unit, target: Unit, requests: Sequence[Arrival], *, beside: bool = False
+        self,
+        source: Unit,
+        target: Unit,
+        requests: Sequence[Arrival],
+        *,
+        beside: bool = False,
+        plan: Plan | None = None,
     ) -> Callable[[], Copied]:
         """Begin to read the KV of requests.
 
@@ -58,6 +87,7 @@ class KvReader:
             target: the unit that takes it.
             requests: the requests.
             beside: whether work that the device is given later need not wait for it.
+            plan: what ``plan`` has returned for these; None: it is found out now.
 
         Returns:
             Waits until all is read, and says what was done.
@@ -70,8 +100,8 @@ class KvReader:
         with self._peers.reading(), self._tiers.reading() if self._tiers else nullcontext():
             portions = [
                 portion
-                for index in range(len(self._groups))
-                for portion in self._portions(index, source, target, requests, wanted)
+                for index, of_group in enumerate(plan or self.plan(source, target, requests))
+                for portion in self._portions(index, source, target, of_group, wanted)
             ]
             direct = copy(portions)
         of_peers, of_host = sum(portion.bytes for portion in portions), self._bytes(wanted)
@@ -95,15 +125,13 @@ class KvReader:
         index: int,
         source: Unit,
         target: Unit,
-        requests: Sequence[Arrival],
+        planned: Sequence[Piece],
         wanted: list[Wanted],
     ) -> list[Portion]:
         """Return what is read from buffers of one KV group; put the rest into ``wanted``."""
         found = dict[range, list[tuple[Piece, Mapped]]]()
         held, pages = self._pages(source, index), self._pages(target, index)
-        for piece in pieces(
-            source, target, self._engine, requests, index, pages, self._max_sp, held
-        ):
+        for piece in planned:
             engine, is_far = piece.strip.engine, not source.tier
             if is_far and engine != self._engine and self._is_staged(engine):
                 wanted.append(Wanted(engine, index, piece))

@@ -180,6 +180,19 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Foresee:
+    """Find out by now what is to be read of requests that are to come. For V2 model runners.
+
+    Nothing is read before a ``Carry`` says so. It may be sent before the unit is bound. Another one
+    with the same source takes its place.
+    """
+
+    number: int
+    source: Unit
+    requests: list[Arrival]
+
+
+@dataclass(frozen=True, slots=True)
 class Carry:
     """Know these requests, and read their KV from the members of another unit.
 
@@ -190,6 +203,9 @@ class Carry:
     seq: int
     source: Unit
     requests: list[Arrival]
+    foreseen: int = 0
+    """The number of the ``Foresee`` that has the requests, the last one with this source; 0: they
+    are here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +314,7 @@ Instruction = (
     Call
     | Introduce
     | Seat
+    | Foresee
     | Step
     | Sample
     | Attach

@@ -17,7 +17,7 @@ from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.protocol.transport import LONGEST_WAIT_SECONDS
 
-PREPARING = instructions.Introduce | instructions.Extend | instructions.Seat
+PREPARING = instructions.Introduce | instructions.Extend | instructions.Seat | instructions.Foresee
 """What touches neither the device nor anything that another layout's steps use."""
 
 

@@ -266,12 +266,13 @@ class Runner:
             case instructions.Extend(virtual, physical):
                 # A lease may grow for KV that is copied ahead of the group's first bind.
                 worker.map_blocks(virtual, physical[self._engine])
+            case instructions.Foresee():
+                self._carrying.foresee(worker.unit, instruction)
 
-    def _on_introduce(self, introduce: instructions.Introduce) -> None:
-        self._prepare(self._layout, introduce)
+    def _on_introduce(self, preparing: PREPARING) -> None:
+        self._prepare(self._layout, preparing)
 
-    def _on_seat(self, seat: instructions.Seat) -> None:
-        self._prepare(self._layout, seat)
+    _on_seat = _on_extend = _on_foresee = _on_introduce
 
     def _on_step(self, step: instructions.Step) -> None:
         output = self._worker.execute(step.scheduler_output, step.mode, step.begun)
@@ -300,9 +301,6 @@ class Runner:
         # work alone they would pick different tokens, with no error.
         set_random_seed(bind.seed)
         self._worker.map_blocks(bind.virtual, bind.physical[self._engine])
-
-    def _on_extend(self, extend: instructions.Extend) -> None:
-        self._prepare(self._layout, extend)
 
     def _on_carry(self, carry: instructions.Carry) -> None:
         copied = self._carrying.carry(self._worker, carry)

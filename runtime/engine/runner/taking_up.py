@@ -16,7 +16,7 @@ from shoal.runtime.engine.groups.rendezvous import LOAD_SECONDS
 from shoal.runtime.engine.kv.host_copy import HostCopier
 from shoal.runtime.engine.kv.kv_memory import HeldBuffer, HostMemory
 from shoal.runtime.engine.kv.kv_pages import KvPages
-from shoal.runtime.engine.kv.kv_reader import KvReader
+from shoal.runtime.engine.kv.kv_reader import KvReader, Plan
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
 from shoal.runtime.engine.kv.portions import Copier
 from shoal.runtime.engine.kv.staged_reader import Lane, StagedReader
@@ -25,7 +25,7 @@ from shoal.runtime.engine.kv.staging_server import StagingServer, address_of
 from shoal.runtime.engine.kv.tier_memory import Tiers
 from shoal.runtime.engine.kv.vllm_pages import element_order, pages_of
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
-from shoal.runtime.engine.link.instructions import Arrival, Carry, Copied, CopyAhead
+from shoal.runtime.engine.link.instructions import Arrival, Carry, Copied, CopyAhead, Foresee
 from shoal.runtime.engine.runner.arrivals import introduce
 from shoal.runtime.engine.runner.loading import LayoutLoader
 
@@ -60,6 +60,8 @@ class TakingUp:
         self._copier: Copier | None = None
         self._reader: KvReader | None = None
         self._tiers: Tiers | None = None
+        self._foreseen: dict[tuple[Unit, Unit], tuple[int, list[Arrival], Plan]] = {}
+        """By the unit that takes requests, and the one that has them: what is to be read."""
         self._directory = Path(node.runtime_dir)
         self._peers = PeerBuffers(
             self._directory, engine, loader.buffer.memory, settle=self._settle
@@ -166,7 +168,18 @@ class TakingUp:
         with torch.inference_mode():
             for arrival in carry.requests:
                 introduce(worker.model_runner, arrival)
-        return self._read(carry.source, worker.unit, carry.requests, beside=False)
+        requests, plan, unit = carry.requests, None, worker.unit
+        if carry.foreseen:
+            number, requests, plan = self._foreseen.pop((unit, carry.source))
+            if number != carry.foreseen:
+                raise RuntimeError(f"copy {carry.foreseen} was not foreseen, but {number}")
+        return self._read(carry.source, unit, requests, beside=False, plan=plan)
+
+    def foresee(self, unit: Unit, foresee: Foresee) -> None:
+        """Find out by now what a unit's ``Carry`` will let this engine read."""
+        if self._reader is not None:
+            plan = self._reader.plan(foresee.source, unit, foresee.requests)
+            self._foreseen[unit, foresee.source] = foresee.number, foresee.requests, plan
 
     def copy_ahead(self, ahead: CopyAhead) -> Callable[[], Copied]:
         """Begin to read KV of requests that still run elsewhere, if this engine is to have some.
@@ -194,11 +207,17 @@ class TakingUp:
         return self._read(unit, unit, requests, beside=beside)
 
     def _read(
-        self, source: Unit, target: Unit, requests: list[Arrival], *, beside: bool
+        self,
+        source: Unit,
+        target: Unit,
+        requests: list[Arrival],
+        *,
+        beside: bool,
+        plan: Plan | None = None,
     ) -> Callable[[], Copied]:
         if self._reader is None:
             return partial(Copied, 0, 0.0, self._problem)
         try:
-            return self._reader.read(source, target, requests, beside=beside)
+            return self._reader.read(source, target, requests, beside=beside, plan=plan)
         except NotSharedError as error:
             return partial(Copied, 0, 0.0, str(error))

@@ -95,7 +95,7 @@ class BlocksAhead:
         """The blocks of requests that leave."""
         self._reserved: dict[int, _Carry] = {}
         self._copying: list[_Copy] = []
-        self._adopted: list[str] = []
+        self._adopted: list[Request] = []
         self._blocks.prefix_of = self.prefix
 
     @property
@@ -263,17 +263,19 @@ class BlocksAhead:
     def let_go_later(self, request_id: str) -> None:
         """Let the next ``forget`` include a request that was adopted, and holds its blocks itself.
 
-        This takes a while, and the request's first step goes first.
+        It is remembered then, too. This takes a while, and the request's first step goes first.
         """
-        self._adopted.append(request_id)
-        self.pinned.remember(self._scheduler.requests[request_id])
+        self._adopted.append(self._scheduler.requests[request_id])
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Let go of what is reserved for requests that were adopted, or do not come.
 
         While it is copied, somebody still writes to it: it comes free when that is settled.
         """
-        gone, self._adopted = [*request_ids, *self._adopted], []
+        gone, adopted, self._adopted = list(request_ids), self._adopted, []
+        for request in adopted:
+            gone.append(request.request_id)
+            self.pinned.remember(request)
         for carry in list(self._reserved):
             self._forget(carry, gone)
 

@@ -292,6 +292,10 @@ class CarriedBlocks:
         place = self._allotted[request.request_id]
         self._foreseen[request.request_id] = self._fill(place, carried)
 
+    def filling_of(self, request_id: str) -> Filling | None:
+        """Return what was foreseen of a request; None: nothing was."""
+        return self._foreseen.get(request_id)
+
     def foreseen(self, carried: CarriedRequest) -> Filling | None:
         """Return what ``filling`` will say of a request that comes as it was announced.
 

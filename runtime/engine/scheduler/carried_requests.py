@@ -31,6 +31,7 @@ from shoal.runtime.engine.scheduler.carried_blocks import (
     PhysicalBlocks,
     estimate_once,
 )
+from shoal.runtime.engine.scheduler.foretold_copies import ForetoldCopies
 from shoal.runtime.engine.scheduler.grammar_replay import GrammarReplay
 from shoal.runtime.engine.scheduler.sent_ahead import SentAhead
 from shoal.runtime.protocol.messages import CarriedRequest, Fallback
@@ -63,6 +64,8 @@ class CarriedRequests:
         self._scheduler: Any = engine_core.scheduler
         self._channel = channel
         self.blocks = CarriedBlocks(unit, self._scheduler, physical)
+        self.foretold = ForetoldCopies(self._scheduler, self.blocks, channel)
+        """What runners know by now of the requests that come."""
         self._announced: dict[str, CarriedRequest] = {}
         self._parked: dict[str, Request] = {}
         self._expected: dict[str, Request] = {}
@@ -255,7 +258,10 @@ class CarriedRequests:
                 request.record_event(EngineCoreEventType.QUEUED)
         filling = self.blocks.filling(place, carried)
         self._filled[request.request_id] = filling.blocks
-        self._tell(source, self._arrival(request, filling))
+        if self._scheduler.use_v2_model_runner:
+            self._tell(source, self.foretold.arrival(source, request.request_id, filling))
+        else:
+            self._tell(source, self._arrival(request, filling))
         return True
 
     def _arrival(self, request: Request, filling: Filling | None = None) -> instructions.Arrival:
@@ -343,7 +349,7 @@ class CarriedRequests:
 
     def _send(self, source: Unit, arrivals: list[instructions.Arrival]) -> "Future[Any]":
         seq, future = self._channel.expect(answers=len(self._unit.engines))
-        self._channel.send(instructions.Carry(seq, source, arrivals))
+        self._channel.send(self.foretold.carry(seq, source, arrivals))
         return future
 
     def send_ahead(self, source: Unit, fillings: Mapping[str, Filling]) -> None:
@@ -353,7 +359,7 @@ class CarriedRequests:
             source: the unit that they come from.
             fillings: what is read of each, in the order in which ``adopt`` takes them.
         """
-        arrivals = [arrival_of_v2(*each) for each in fillings.items()]
+        arrivals = [self.foretold.arrival(source, *each) for each in fillings.items()]
         self.sent_ahead.note((source, arrivals), self._send(source, arrivals))
 
     def copied(self) -> list[Copied]:

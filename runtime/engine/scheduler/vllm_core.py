@@ -6,7 +6,7 @@ those moments are its safe points.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -191,9 +191,11 @@ class VllmCore:
         self._beginnings.seat(request.request_id)
         return True
 
-    def tell_allotted(self) -> None:
+    def tell_allotted(self, complete: Iterable[tuple[Unit, Sequence[str]]] = ()) -> None:
         """See ``interface.Core.tell_allotted``."""
         self._beginnings.send_seats()
+        for carry in complete:
+            self._carried.foretold.tell(*carry)
 
     def adopt(self, source: Unit, request: CarriedRequest, *, with_kv: bool) -> Adoption | None:
         """See ``interface.Core.adopt``."""

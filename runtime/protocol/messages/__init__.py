@@ -119,6 +119,7 @@ from shoal.runtime.protocol.messages.utility_messages import Utility, UtilityDon
 from shoal.runtime.protocol.messages.values import (
     AHEAD,
     AHEAD_TOKENS,
+    PORTION,
     RETRY_SECONDS,
     SHUTTING_DOWN,
     UNAVAILABLE_RETRY_SECONDS,
@@ -137,6 +138,7 @@ __all__ = [
     "AHEAD",
     "AHEAD_TOKENS",
     "POLICY_DECIDES",
+    "PORTION",
     "RETRY_SECONDS",
     "SHUTTING_DOWN",
     "UNAVAILABLE_RETRY_SECONDS",

@@ -129,7 +129,7 @@ class CopyAhead(Message, frozen=True):
     """To the leader of a unit with members of the destination; answer ``CopiedAhead``.
 
     These members read their part of the KV from the members of ``source``, beside the steps that
-    come later.
+    come later. Of one carry there are several, each with other requests, and each is answered.
     """
 
     carry: int
@@ -183,6 +183,7 @@ class Allot(Message, frozen=True):
 
     carry: int
     unit: Unit
+    source: Unit
     requests: list[CarriedRequest]
 
 

@@ -46,6 +46,9 @@ class Treatment(enum.StrEnum):
 
 AHEAD = 0
 """The epoch of blocks that are lent to a group before it is bound; no bind has it."""
+PORTION = 1024
+"""Most blocks that a lease grows or shrinks by at once, and about as many are copied ahead by one
+instruction. For more of them the host takes milliseconds, for which steps would have to wait."""
 AHEAD_TOKENS = 32
 """For how many more tokens a request that is copied ahead gets blocks then. It makes about so many
 until it comes: a copy takes a tenth of a second, and a step mostly more than 4 ms."""

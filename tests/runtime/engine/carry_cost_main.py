@@ -163,6 +163,7 @@ class CarryCost:
             **dict.fromkeys(("adaptive_verification", "pooling_runner", "encoder_cache")),
             pp_handler=None,
             is_last_pp_rank=True,
+            device=device,
         )
         take_arrays(made)
         return made
@@ -181,8 +182,10 @@ class CarryCost:
             target.reserve(number, source.unit, source.pin(number, names))
             for name in names:
                 target.promise(number, name)
-            target.settle(number, copied=True)
-            source.unpin(number)
+            while not target.settle(number, copied=True):
+                pass
+            while not source.unpin(number):
+                pass
         sources = {source.unit: source for source, _, _ in carried}.values()
         for source in sources:
             self.engines.step(source, 3)
@@ -195,6 +198,8 @@ class CarryCost:
         for source in sources:
             while source.in_flight:
                 self.engines._collect(source)
+        for unit in {target.unit: target for _, target, _ in carried}:
+            self._foresee(unit)
         self._forget_steps()
         for target in {target.unit: target for _, target, _ in carried}.values():
             *others, last = (each for each in enumerate(carried) if each[1][1] is target)
@@ -222,7 +227,7 @@ class CarryCost:
             with self._timed("before: allot"):
                 for request in found:
                     assert target.allot(request)
-                target.tell_allotted()
+                target.tell_allotted([(source.unit, names)])
             announced |= {request.request_id: request for request in found}
         return announced
 
@@ -270,7 +275,7 @@ class CarryCost:
                 with self._timed("runner: plan the copy"):
                     for arrival in instruction.requests:
                         introduce(runner, arrival)
-                    pieces(instruction.source, unit, unit.leader, instruction.requests, 0, PAGES, 1)
+                    self._plan(unit, instruction)
             elif isinstance(instruction, instructions.Step):
                 with self._timed("runner: know the requests"):
                     output = instruction.scheduler_output
@@ -278,6 +283,18 @@ class CarryCost:
                     output = self._map.apply(output) if unit.is_group else output
                     runner.finish_requests(output)
                     runner.add_requests(output)
+
+    def _foresee(self, unit: Unit) -> None:
+        """Do what a runner does while the last steps run: find out what it will read."""
+        for data in self._channel(unit).data:
+            instruction = instructions.loads(data)
+            if isinstance(instruction, instructions.Foresee):
+                with self._timed("before: runner: plan the copy"):
+                    self._plan(unit, instruction)
+
+    @staticmethod
+    def _plan(unit: Unit, told: instructions.Carry | instructions.Foresee) -> None:
+        pieces(told.source, unit, unit.leader, told.requests, 0, PAGES, 1)
 
     def _channel(self, unit: Unit) -> Serialising:
         channel = self.engines.runners[unit]

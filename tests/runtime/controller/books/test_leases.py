@@ -8,6 +8,7 @@ from shoal.runtime.controller.books.capacity import LEASE_BLOCKS
 from shoal.runtime.engine.fake.faults import Faults
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import Frames
+from tests.runtime.controller.scripted_node import ScriptedNode
 from tests.runtime.loopback_node import LoopbackNode
 from tests.units import tp
 
@@ -148,6 +149,42 @@ def test_a_member_may_answer_two_wishes_when_one_of_them_was_given_up() -> None:
     assert leases.lent_by(0) == leases.lent_by(1) == {}
     assert all(backend.own.lent == frozenset() for backend in node.backends.values())
     assert node.audit() == []
+
+
+def test_what_is_lent_ahead_is_lent_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(m, "PORTION", 5)
+    node = ScriptedNode(2, precopy_tokens=1)
+    leases, group = node.books.leases, tp(0, 1)
+    node.take()
+    leases.grow_ahead(group, 12)
+    node.turn()
+    opened = list[tuple[int, m.Message]]()
+    for portion, blocks in enumerate((5, 5, 2)):
+        lend = m.Lend(m.AHEAD, group, blocks, urgent=False)
+        assert node.take() == [*opened, (0, lend), (1, lend)]
+        assert leases.grows(group)
+        lent = list(range(10 * portion + 1, 10 * portion + 1 + blocks))
+        for engine in (0, 1):
+            node.answer(engine, m.Lent(m.AHEAD, engine, group, lent))
+        opened = [(0, m.Grow(m.AHEAD, group, {0: lent, 1: lent}))]
+    assert node.take() == opened
+    assert not leases.grows(group)
+    assert leases.opened[group] == 12
+
+
+def test_members_that_have_no_more_are_not_asked_for_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(m, "PORTION", 5)
+    node = ScriptedNode(2, precopy_tokens=1)
+    leases, group = node.books.leases, tp(0, 1)
+    leases.grow_ahead(group, 12)
+    node.turn()
+    node.take()
+    for engine, lent in ((0, [1, 2, 3]), (1, [])):
+        node.answer(engine, m.Lent(m.AHEAD, engine, group, lent))
+    assert not leases.grows(group)
+    assert [type(message) for _, message in node.take()] == [m.TakeBack, m.Grow]
 
 
 def is_commit(frames: Frames) -> bool:

@@ -596,6 +596,21 @@ def test_a_lease_is_large_enough_for_what_is_carried() -> None:
     assert capacity.lease_for(PAIR) == LEASE_BLOCKS
 
 
+def test_what_is_cached_of_ended_requests_is_not_carried() -> None:
+    """It is in use while it is copied ahead, and the last report may be from then."""
+    node = ScriptedNode(4, blocks=1000)
+    for request_id in ("a", "b"):
+        node.books.requests.place(request_of(node, request_id), alone(2))
+    node.load(alone(2), 200)
+    node.load(alone(0), 900)
+    capacity = node.controller._capacity
+    ended = [request_of(node, "ended")]
+    node.books.carries.begin(alone(2), PAIR, {"a", "b"}, SWITCH, now=0.0, ended=ended)
+    assert capacity.lease_for(PAIR) == LEASE_BLOCKS
+    node.books.leases.opened[PAIR] = LEASE_BLOCKS
+    assert not capacity.lacks_room(PAIR)
+
+
 # --- blocks of a source of which some engines live ---
 
 

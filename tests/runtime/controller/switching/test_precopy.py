@@ -9,6 +9,7 @@ from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.snapshot import NORMAL_PRIORITY, PoolRequest
 from shoal.runtime.controller.books.prompt_hashes import prompt_hashes
 from shoal.runtime.controller.books.request import Request
+from shoal.runtime.controller.switching import precopy
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from tests.runtime.controller.scripted_node import BLOCK_TOKENS, ScriptedNode
@@ -216,6 +217,50 @@ def test_a_wider_group_is_read_by_all_pairs() -> None:
         switch.reserve(source)
     copies = [(engine, message.unit) for engine, message in switch.node.take(m.CopyAhead)]
     assert copies == [(0, PAIR), (2, OTHER)] * 2
+
+
+def test_units_read_some_portions_at_once_and_then_one_for_each_that_they_have_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    switch = Ahead(a=alone(0), b=alone(0), c=alone(0), d=alone(0))
+    monkeypatch.setattr(precopy, "AT_ONCE", 2)
+    switch.pin(alone(0))
+    switch.lend(PAIR, blocks=24)
+    monkeypatch.setattr(m, "PORTION", 5)
+    switch.node.take()
+    switch.reserve(alone(0))
+    first = switch.node.take(m.CopyAhead)
+    assert [(engine, copy.requests[0].request_id) for engine, copy in first] == [
+        *((0, "a"), (0, "b"), (1, "a"), (1, "b"))
+    ]
+    assert all(len(copy.requests) == 1 for _, copy in first), "two have six blocks"
+    for nth, follows in enumerate("cd"):
+        switch.read(alone(0), alone(0), bytes=10)
+        ((engine, copy),) = switch.node.take()
+        assert (engine, copy.requests[0].request_id) == (0, follows), nth
+    for reader in [alone(0)] * 2 + [alone(1)] * 3:
+        switch.read(alone(0), reader, bytes=10)
+        assert switch.told(m.Settle, m.Export) == []
+    switch.read(alone(0), alone(1), bytes=10)
+    assert switch.told(m.Settle, m.Export) == [(0, "Settle"), (0, "Export")]
+    assert switch.finish().precopied_bytes == 80
+
+
+def test_after_one_that_could_not_be_read_no_more_portions_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    switch = Ahead(a=alone(0), b=alone(0))
+    monkeypatch.setattr(precopy, "AT_ONCE", 1)
+    switch.pin(alone(0))
+    switch.lend(PAIR, blocks=12)
+    monkeypatch.setattr(m, "PORTION", 5)
+    switch.reserve(alone(0))
+    switch.node.take()
+    switch.read(alone(0), alone(0), problem="no memory")
+    switch.read(alone(0), alone(1))
+    ((_, settle),) = switch.node.take(m.CopyAhead, m.Settle)
+    assert settle == m.Settle(switch.carries[alone(0)].number, PAIR, copied=False)
+    assert switch.finish().carried == 2
 
 
 def test_the_switch_goes_on_when_all_have_read() -> None:

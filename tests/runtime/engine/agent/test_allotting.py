@@ -7,6 +7,7 @@ import pytest
 from msgspec import structs
 
 from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.agent import allotting
 from shoal.runtime.engine.agent.allotting import ALLOT_SECONDS
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol import messages as m
@@ -60,7 +61,7 @@ def free(bench: Bench) -> int:
 
 def allot(bench: Bench, *ids: str, turns: int = 1) -> None:
     requests = [announced(id_) for id_ in ids]
-    assert bench.tell(m.Allot(CARRY, OWN, requests), turns=turns) == []
+    assert bench.tell(m.Allot(CARRY, OWN, OTHER, requests), turns=turns) == []
 
 
 def test_allotted_requests_have_their_blocks_and_wait(bench: Bench) -> None:
@@ -70,6 +71,35 @@ def test_allotted_requests_have_their_blocks_and_wait(bench: Bench) -> None:
     own = bench.backend.own
     assert (before - free(bench), own.num_requests, own.in_flight) == (BLOCKS, 0, 0)
     assert problems(bench.backend) == []
+
+
+def test_runners_are_told_when_all_have_their_blocks(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[object]()
+    monkeypatch.setattr(plain.backend.own, "tell_allotted", told.append)
+    monkeypatch.setattr(allotting, "ALLOT_SECONDS", 0.0)
+    expect(plain, "a", "b")
+    allot(plain, "a", "b", turns=3)
+    whole = [(OTHER, ["a", "b"])]
+    assert [each for each in told if each] == []
+    monkeypatch.setattr(allotting, "ALLOT_SECONDS", 1.0)
+    plain.turn(3)
+    assert [each for each in told if each] == [whole], "once"
+
+
+def test_runners_are_not_told_while_one_has_no_blocks(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[object]()
+    monkeypatch.setattr(plain.backend.own, "tell_allotted", told.append)
+    allot_one = plain.backend.own.allot
+    monkeypatch.setattr(
+        plain.backend.own, "allot", lambda each: each.request_id == "a" and allot_one(each)
+    )
+    expect(plain, "a", "b")
+    allot(plain, "a", "b", turns=3)
+    assert [*told] == [[]]
 
 
 def test_the_rest_of_an_allotted_request_is_enough(bench: Bench) -> None:
@@ -254,7 +284,7 @@ def test_a_first_step_is_for_all_that_is_expected(
     noted = Noted(plain, monkeypatch, sends=False)
     take_in(plain, rest("a"))
     assert noted.sent == []
-    plain.tell(m.Allot(CARRY + 1, OWN, [announced("b")]))
+    plain.tell(m.Allot(CARRY + 1, OWN, OTHER, [announced("b")]))
     take_in(plain, rest("b"), carry=CARRY + 1)
     assert noted.sent == [["b"]]
 
@@ -267,6 +297,34 @@ def test_no_first_step_is_sent_of_requests_without_blocks(
     noted = Noted(plain, monkeypatch, sends=True)
     take_in(plain, rest("a"), carried("b"))
     assert (noted.sent, noted.calls[:3]) == ([], ["adopt", "adopt", "copy"])
+
+
+def test_what_was_not_allotted_in_time_is_when_it_comes(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allotting, "ALLOT_SECONDS", 0.0)
+    expect(plain, "a", "b")
+    allot(plain, "a", "b")
+    noted = Noted(plain, monkeypatch, sends=True)
+    take_in(plain, rest("a"), rest("b"))
+    assert [sorted(names) for names in noted.sent] == [["a", "b"]]
+    assert noted.calls[:5] == ["send_first", "adopt", "adopt", "copy", "dispatch"]
+
+
+def test_what_shares_the_room_with_others_is_not_allotted_when_it_comes(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allotting, "ALLOT_SECONDS", 0.0)
+    expect(plain, "a")
+    expect(plain, "b", carry=CARRY + 1)
+    allot(plain, "a")
+    noted = Noted(plain, monkeypatch, sends=True)
+    for carry, name, more in ((CARRY, "a", True), (CARRY + 1, "b", False)):
+        message = m.Import(carry, OWN, OTHER, [carried(name)], more)
+        plain.network.controller.to_engine(0, message)
+    plain.turn()
+    assert noted.sent == []
+    assert noted.calls[:3] == ["adopt", "copy", "adopt"]
 
 
 def test_no_first_step_is_sent_of_a_request_whose_client_has_gone(

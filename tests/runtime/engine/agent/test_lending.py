@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.runtime.engine.agent import binding, lending
+from shoal.runtime.engine.agent import lending, sliced_work
 from shoal.runtime.engine.agent.lending import LONGEST_PAUSE, RETRY_SECONDS, SHRUNK_SECONDS
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine.agent.agent_bench import GROUP, LEASE_1, Bench, started
@@ -104,6 +104,40 @@ def test_a_group_that_gives_blocks_up_does_not_ask_for_them_again(caching: Bench
     assert caching.tell(m.Shrink(4, GROUP, 30)) == [], "that bind is over"
 
 
+def test_a_group_gives_many_blocks_up_in_portions_and_then_pins(
+    caching: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(m, "PORTION", 30)
+    monkeypatch.setattr(sliced_work, "SLICE_SECONDS", 0.0)
+    caching.bind(blocks=120)
+    caching.add("shared", prompt=8, tokens=280, group=GROUP)
+    caching.network.controller.to_engine(0, m.Shrink(5, GROUP, 70))
+    caching.network.controller.to_engine(0, m.Pin(3, GROUP, ["shared"], {}))
+    turns = [caching.turn() for _ in range(4)]
+    kinds = m.Returning | m.Pinned
+    told = [[message for message in turn if isinstance(message, kinds)] for turn in turns]
+    flat = [message for turn in told for message in turn]
+    assert [type(message) for message in flat] == [m.Returning] * 3 + [m.Pinned]
+    assert [len(each.returned[0]) for each in flat[:3]] == [30, 30, 10]
+    assert len(told[0]) < 4, "steps go on between the portions"
+
+
+def test_a_group_that_is_released_gives_the_rest_up_with_its_lease(
+    caching: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(m, "PORTION", 30)
+    monkeypatch.setattr(sliced_work, "SLICE_SECONDS", 0.0)
+    caching.bind(blocks=120)
+    messages = caching.tell(m.Shrink(5, GROUP, 100))
+    messages += caching.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    while caching.agent.next_wakeup() == 0.0:
+        messages += caching.turn()
+    returned = [each.returned[0] for each in messages if isinstance(each, m.Returning | m.Released)]
+    assert sum(map(len, returned)) == 120
+    assert max(map(len, returned)) == 30
+    assert caching.backend.groups[GROUP].lease_blocks == 0
+
+
 def test_a_wish_whose_time_has_just_come_is_due_at_once(bench: Bench) -> None:
     bench.bind(blocks=1)
     bench.network.controller.to_engine(
@@ -118,8 +152,7 @@ def test_a_wish_whose_time_has_just_come_is_due_at_once(bench: Bench) -> None:
 
 
 def test_a_large_lease_goes_home_in_portions(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (binding, lending):
-        monkeypatch.setattr(module, "PORTION", 40)
+    monkeypatch.setattr(m, "PORTION", 40)
     bench.bind(blocks=100)
     messages = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
     while bench.agent.next_wakeup() == 0.0:
@@ -137,7 +170,7 @@ def test_a_large_lease_goes_home_in_portions(bench: Bench, monkeypatch: pytest.M
 def test_a_lease_grows_by_no_more_than_a_portion(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lending, "PORTION", 3)
+    monkeypatch.setattr(m, "PORTION", 3)
     bench.bind(blocks=1)
     bench.tell(m.Grow(5, GROUP, {0: [], 1: []}))
     payload = request_payload("large", [1] * 200, 3)

@@ -12,10 +12,11 @@ import torch
 from shoal.policies.values.layouts import DP, Unit
 from shoal.runtime.config import CarryPath
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
+from shoal.runtime.engine.kv import kv_reader
 from shoal.runtime.engine.kv.host_copy import plain_order
 from shoal.runtime.engine.kv.kv_memory import HostMemory
 from shoal.runtime.engine.kv.kv_pages import Page
-from shoal.runtime.engine.link.instructions import Copied, CopyAhead
+from shoal.runtime.engine.link.instructions import Carry, Copied, CopyAhead, Foresee
 from shoal.runtime.engine.runner import taking_up
 from shoal.runtime.engine.runner.taking_up import TakingUp
 from tests.runtime.engine.kv.carried_kv import CASES, Case, Engines
@@ -78,6 +79,38 @@ def test_members_of_the_target_read_ahead_and_others_nothing(
         assert not copied.problem
         assert buffer.equal(expected)
         assert before.equal(expected) == (engine not in target.engines)
+
+
+@pytest.mark.parametrize("name", ["DP to TP2", "DP of another engine to TP2", "TP2 to DP"])
+def test_what_was_foreseen_is_read_later(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = Members(CASES[name], tmp_path, monkeypatch)
+    case, requests = members.engines.case, members.engines.requests
+    worker: Any = SimpleNamespace(unit=case.target, model_runner=None)
+    for engine in case.target.engines:
+        part, buffer = members.parts[engine], members.buffers[engine]
+        before, expected = buffer.clone(), members.engines.expected(engine)
+        part.foresee(case.target, Foresee(6, case.source, []))
+        part.foresee(case.target, Foresee(7, case.source, requests))
+        assert buffer.equal(before)
+        assert not before.equal(expected)
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_reader, "pieces", None)
+            copied = part.carry(worker, Carry(1, case.source, [], 7))()
+        assert copied.bytes
+        assert buffer.equal(expected)
+
+
+def test_another_copy_than_was_foreseen_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = Members(CASES["DP to TP2"], tmp_path, monkeypatch)
+    case = members.engines.case
+    worker: Any = SimpleNamespace(unit=case.target, model_runner=None)
+    members.parts[0].foresee(case.target, Foresee(7, case.source, members.engines.requests))
+    with pytest.raises(RuntimeError, match="copy 6 was not foreseen, but 7"):
+        members.parts[0].carry(worker, Carry(1, case.source, [], 6))
 
 
 def test_kv_that_cannot_be_read_is_a_problem_of_the_copy(

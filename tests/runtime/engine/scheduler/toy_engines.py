@@ -171,6 +171,9 @@ class Runners:
         """Tokens of blocks whose KV was moved to other blocks."""
         self.read_ahead = 0
         """The same beside steps, for each member that has."""
+        self._foretold: dict[Unit, tuple[int, list[instructions.Arrival]]] = {}
+        self.foretold_copies = 0
+        """Copies of which the runners knew before the requests came."""
         self.copy_later = False
         """Keep the answers to ``Carry`` and ``CopyAhead`` back."""
         self.late: list[tuple[Future[Any], Any]] = []
@@ -193,11 +196,15 @@ class Runners:
         return seq, future
 
     def send(self, instruction: Any) -> None:
+        if isinstance(instruction, instructions.Carry) and instruction.foreseen:
+            instruction = self._as_foretold(instruction)
         self.sent.append(instruction)
         match instruction:
             case instructions.Bind() | instructions.Extend():
                 for engine, blocks in instruction.physical.items():
                     self._backing[engine] |= zip(instruction.virtual, blocks, strict=True)
+            case instructions.Foresee(number, source, requests):
+                self._foretold[source] = number, requests
             case instructions.Carry():
                 self._carry(instruction)
             case instructions.CopyAhead():
@@ -210,6 +217,13 @@ class Runners:
                 self.introductions.seat(instruction.requests, None)
             case _:
                 pass
+
+    def _as_foretold(self, carry: instructions.Carry) -> instructions.Carry:
+        """Return what is to be read with the requests that were told before."""
+        number, requests = self._foretold.pop(carry.source)
+        assert (number, carry.requests) == (carry.foreseen, [])
+        self.foretold_copies += 1
+        return dataclasses.replace(carry, requests=requests)
 
     def _carry(self, carry: instructions.Carry) -> None:
         size, engine = block_tokens(self.unit), self.unit.leader
@@ -668,9 +682,9 @@ class ToyEngines:
         while source.dispatch():
             pass
         announced = {each.request_id: each for each in source.announce(request_ids)}
-        for request in announced.values():
-            target.allot(request)
-        target.tell_allotted()
+        served = [request for request in announced.values() if target.allot(request)]
+        has_all = len(served) == len(announced)
+        target.tell_allotted([(source.unit, [*announced])] if has_all else [])
         while source.in_flight:
             self._collect(source)
         return announced
