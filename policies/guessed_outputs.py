@@ -2,12 +2,12 @@
 
 Lengths are drawn from those of outputs that have ended, evenly spread rather than at random. Who
 sends long prompts often wants short answers, or the other way round. So they are drawn from the
-outputs of prompts that were about as long, as far as enough of these have ended.
+outputs of prompts that were about as long, if these differ and as far as enough of them have ended.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import log1p
+from math import log1p, sqrt
 
 from shoal.policies.values.snapshot import Snapshot
 
@@ -16,6 +16,9 @@ LEAST_OUTPUTS = 16
 as if outputs ended at random times. If fewer have ended of prompts that are about as long, as many
 others count as make up for them.
 """
+DEVIATIONS = 3.0
+"""By so many standard deviations the mean output of prompts of one length must differ from that of
+all. Otherwise the difference may be chance."""
 GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly, however many there are."""
 
@@ -56,9 +59,18 @@ def longer_output(snapshot: Snapshot, serial: int, prompt: int, tokens: int) -> 
 
 
 def _alike(snapshot: Snapshot, prompt: int) -> Sequence[int]:
-    """Return the latest outputs of prompts that were about as long, ascending."""
-    by_prompt, k = snapshot.outputs_by_prompt, prompt.bit_length()
-    return by_prompt[k] if k < len(by_prompt) else ()
+    """Return the latest outputs of prompts that were about as long, ascending.
+
+    If their mean is that of all, as far as one sees, the latter say more, because they are more.
+    """
+    by_prompt, k, every = snapshot.outputs_by_prompt, prompt.bit_length(), snapshot.outputs
+    alike = by_prompt[k] if k < len(by_prompt) else ()
+    if not alike or not every:
+        return ()
+    mean = sum(every) / len(every)
+    variance = sum((tokens - mean) ** 2 for tokens in every) / len(every)
+    differs = abs(sum(alike) / len(alike) - mean) > DEVIATIONS * sqrt(variance / len(alike))
+    return alike if differs else ()
 
 
 def rest_of_output(snapshot: Snapshot, share: float) -> int:

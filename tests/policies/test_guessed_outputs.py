@@ -15,7 +15,8 @@ CHAT, DOCUMENT = 500, 3000
 
 def node(chats: int = 0, documents: int = 0) -> Snapshot:
     """Return a node on which so many long answers to short prompts have ended, and the reverse."""
-    answers, summaries = tuple(range(200, 200 + chats)), tuple(range(20, 20 + documents))
+    answers = tuple(sorted(200 + k % 60 for k in range(chats)))
+    summaries = tuple(range(20, 20 + documents))
     by_prompt = [()] * 13
     by_prompt[CHAT.bit_length()], by_prompt[DOCUMENT.bit_length()] = answers, summaries
     seen = replace(snapshot(unit(alone(0))), output_tokens=100.0)
@@ -43,6 +44,16 @@ def test_few_of_a_length_count_as_far_as_they_are_known(known: int) -> None:
     """The others count for those that are missing."""
     short = sum(output < 200 for output in drawn(node(1000, known), DOCUMENT))
     assert short == pytest.approx(100 * known / LEAST_OUTPUTS, abs=2)
+
+
+def test_a_difference_that_may_be_chance_says_nothing() -> None:
+    """Long prompts of one mix of answers happen to have longer ones."""
+    every, some = tuple(range(100)), tuple(range(20, 100, 4))
+    seen = replace(node(), outputs=every, outputs_by_prompt=((),) * 9 + (some,))
+    assert drawn(seen, CHAT) == drawn(replace(seen, outputs_by_prompt=()), CHAT)
+    longer = tuple(tokens + 60 for tokens in some)
+    beyond = drawn(replace(seen, outputs_by_prompt=((),) * 9 + (longer,)), CHAT)
+    assert min(beyond) == longer[0]
 
 
 def test_before_any_output_has_ended_they_end_at_random_times() -> None:
