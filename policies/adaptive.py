@@ -223,10 +223,10 @@ def _by_hindsight(
         seen = renewed(seen, low, terms)
         behind |= {c: regrets[c] for c in low}
     memory = replace(memory, shadows=seen, behind=tuple(behind.items()))
-    # What was saved before a surge says nothing of it, and it is not noise.
+    # What was lost before a surge says nothing of it.
     lasting = memory.surges.lasting(snapshot.now)
     surge = {c for c in gains if len(c) > len(here)} if lasting else set[Partition]()
-    gains |= {c: max(noise, gains[c]) for c in surge}
+    gains |= {c: max(0.0, gains[c]) for c in surge}
     accounts = {
         c: Account(saving, prices[c], fine_of(regrets, c, now), forecast.has_room(c))
         for c, saving in gains.items()

@@ -130,6 +130,19 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
     assert reviews(quiet, 80.0) > 1
 
 
+def test_a_surge_is_left_for_what_brings_more_than_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The looks of a surge are many, and the best of them says too much."""
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e9)
+    first = next(asked_for(GROWS, 1.0))
+    cheapest = min(verdict.price for verdict in first.verdicts)
+    assert cheapest > 10
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: cheapest - 3)
+    assert next(asked_for(GROWS, 1.0)).target is None
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: cheapest + 3)
+    assert next(asked_for(GROWS, 1.0)).target is not None
+
+
 def test_a_surge_that_is_foreseen_to_lose_is_stayed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
