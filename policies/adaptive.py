@@ -211,7 +211,8 @@ def _by_hindsight(
     gains, here = saved(seen, terms), snapshot.partition
     now = max(snapshot.requests, snapshot.smoothed_requests)
     noise, forecast = noise_of(memory.usual, now), Forecast(snapshot, model)
-    prices = {c: price_of(noise, forecast.loss(c, memory.usual)) for c in gains}
+    crowd = min(memory.usual, now)
+    prices = {c: price_of(noise, forecast.loss(c, crowd)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
     low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
@@ -222,10 +223,10 @@ def _by_hindsight(
         seen = renewed(seen, low, terms)
         behind |= {c: regrets[c] for c in low}
     memory = replace(memory, shadows=seen, behind=tuple(behind.items()))
-    # What was saved before a surge says nothing of it, and it is not noise.
+    # What was lost before a surge says nothing of it.
     lasting = memory.surges.lasting(snapshot.now)
     surge = {c for c in gains if len(c) > len(here)} if lasting else set[Partition]()
-    gains |= {c: max(noise, gains[c]) for c in surge}
+    gains |= {c: max(0.0, gains[c]) for c in surge}
     accounts = {
         c: Account(saving, prices[c], fine_of(regrets, c, now), forecast.has_room(c))
         for c, saving in gains.items()
@@ -247,7 +248,7 @@ def _by_hindsight(
     memory = replace(memory, agreed=best if pays else None)
     if not (pays and sure):
         return Plan(dispatches, memory=memory, verdicts=verdicts)
-    loss = forecast.loss(best, memory.usual)
+    loss = forecast.loss(best, crowd)
     back = memory.wider is not None and memory.wider != wider
     chances = memory.chances.after_switch(snapshot.since_switch, back=back)
     lost = tuple((c, regret + loss) for c, regret in regrets.items())

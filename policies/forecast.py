@@ -23,6 +23,7 @@ from shoal.policies.hindsight import EmptyCaches
 from shoal.policies.static import with_singles
 from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import Batch
+from shoal.policies.values.kv_need import blocks_for
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.snapshot import (
@@ -222,7 +223,7 @@ class Forecast:
         """
         moved = [unit for unit in self._snapshot.units if unit.unit not in candidate]
         return all(
-            unit.free_blocks >= LEAST_ROOM * unit.total_blocks for unit in moved if unit.running
+            free_of_kv(unit) >= LEAST_ROOM * unit.total_blocks for unit in moved if unit.running
         )
 
     def _step_seconds(self, unit: UnitState) -> float:
@@ -304,6 +305,15 @@ def work_of(snapshot: Snapshot) -> Work:
 def of_ended(unit: UnitState) -> int:
     """Return the tokens that a unit has cached of requests which have ended."""
     return max(0, unit.cached_tokens - unit.context_tokens)
+
+
+def free_of_kv(unit: UnitState) -> int:
+    """Return the blocks of a unit in which no running request has KV.
+
+    Those of prompts that wait are not free for others, but have no KV that a switch would copy.
+    """
+    waiting = (blocks_for(n + 1, unit.block_tokens, unit.group_limits) for n in unit.prompts)
+    return unit.free_blocks + sum(waiting)
 
 
 def usual_prompt(snapshot: Snapshot) -> float:

@@ -1,36 +1,76 @@
 """How long an output is expected to be of which nobody knows it yet.
 
-Lengths are drawn from those of outputs that have ended, evenly spread rather than at random.
+Lengths are drawn from those of outputs that have ended, evenly spread rather than at random. Who
+sends long prompts often wants short answers, or the other way round. So they are drawn from the
+outputs of prompts that were about as long, if these differ and as far as enough of them have ended.
 """
 
 from bisect import bisect_right
-from math import log1p
+from collections.abc import Sequence
+from math import log1p, sqrt
 
 from shoal.policies.values.snapshot import Snapshot
 
 LEAST_OUTPUTS = 16
 """So many outputs must have ended before lengths are drawn from theirs; until then, they are drawn
-as if outputs ended at random times.
+as if outputs ended at random times. If fewer have ended of prompts that are about as long, as many
+others count as make up for them.
 """
+DEVIATIONS = 3.0
+"""By so many standard deviations the mean output of prompts of one length must differ from that of
+all. Otherwise the difference may be chance."""
 GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly, however many there are."""
 
 
-def drawn_output(snapshot: Snapshot, serial: int) -> int:
-    """Return the tokens that the next request is expected to generate."""
-    known, share = snapshot.outputs, serial * GOLDEN % 1
+def drawn_output(snapshot: Snapshot, serial: int, prompt: int) -> int:
+    """Return the tokens that the next request is expected to generate.
+
+    Args:
+        snapshot: the node.
+        serial: numbers the draws.
+        prompt: tokens of its prompt.
+    """
+    share, alike = serial * GOLDEN % 1, _alike(snapshot, prompt)
+    trust = min(1.0, len(alike) / LEAST_OUTPUTS)
+    if share < trust:
+        return max(1, alike[int(share / trust * len(alike))])
+    known, share = snapshot.outputs, (share - trust) / (1 - trust)
     if len(known) < LEAST_OUTPUTS:
         return max(1, round(-snapshot.output_tokens * log1p(-share)))
     return max(1, known[int(share * len(known))])
 
 
-def longer_output(snapshot: Snapshot, serial: int, tokens: int) -> int:
-    """Return the tokens that a request is expected to generate which has generated so many."""
-    known, share = snapshot.outputs, serial * GOLDEN % 1
+def longer_output(snapshot: Snapshot, serial: int, prompt: int, tokens: int) -> int:
+    """Return the tokens that a request is expected to generate which has generated so many.
+
+    Args:
+        snapshot: the node.
+        serial: numbers the draws.
+        prompt: tokens of its prompt.
+        tokens: what it has generated.
+    """
+    share, alike, known = serial * GOLDEN % 1, _alike(snapshot, prompt), snapshot.outputs
     if len(known) < LEAST_OUTPUTS:
         return tokens + max(1, round(-snapshot.output_tokens * log1p(-share)))
-    longer = known[bisect_right(known, tokens) :]
+    among = alike if len(alike) >= LEAST_OUTPUTS else known
+    longer = among[bisect_right(among, tokens) :]
     return longer[int(share * len(longer))] if longer else 2 * tokens
+
+
+def _alike(snapshot: Snapshot, prompt: int) -> Sequence[int]:
+    """Return the latest outputs of prompts that were about as long, ascending.
+
+    If their mean is that of all, as far as one sees, the latter say more, because they are more.
+    """
+    by_prompt, k, every = snapshot.outputs_by_prompt, prompt.bit_length(), snapshot.outputs
+    alike = by_prompt[k] if k < len(by_prompt) else ()
+    if not alike or not every:
+        return ()
+    mean = sum(every) / len(every)
+    variance = sum((tokens - mean) ** 2 for tokens in every) / len(every)
+    differs = abs(sum(alike) / len(alike) - mean) > DEVIATIONS * sqrt(variance / len(alike))
+    return alike if differs else ()
 
 
 def rest_of_output(snapshot: Snapshot, share: float) -> int:

@@ -192,7 +192,7 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
         drawn += 1
         prompt = request.prompt_tokens
         cached = found.pop(request.request_id, round(snapshot.hit_share * prompt))
-        output = drawn_output(snapshot, drawn)
+        output = drawn_output(snapshot, drawn, prompt)
         job = Job(request.arrival, max(1, prompt - cached), prompt, output, request.request_id)
         latest.append(job)
         for shadow in shadows:
@@ -209,9 +209,9 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
         if not snapshot.requests:
             shadow.end_all(terms)
     # The current shadow goes as the node does: what has not ended on the node is longer.
-    for key, tokens in current.guesses():
+    for key, prompt, tokens in current.guesses():
         drawn += 1
-        longer = longer_output(snapshot, drawn, tokens)
+        longer = longer_output(snapshot, drawn, prompt, tokens)
         lengths.append((key, longer, False))
         for shadow in shadows:
             shadow.expect(key, longer, terms, known=False)
@@ -433,4 +433,4 @@ def on_node(snapshot: Snapshot) -> Present:
 
 def _job(snapshot: Snapshot, prompt: int, drawn: int) -> Job:
     tokens = max(1, prompt)
-    return Job(snapshot.now, tokens, tokens, drawn_output(snapshot, drawn))
+    return Job(snapshot.now, tokens, tokens, drawn_output(snapshot, drawn, tokens))

@@ -363,9 +363,13 @@ class Shadow:
         for queue in self.queues:
             queue.find_cached(key, tokens, terms[queue.layout])
 
-    def guesses(self) -> list[tuple[str, int]]:
-        """Return the requests that only a guess has ended here, with the tokens of that guess."""
-        return [(key, one.output) for queue in self.queues for key, one in queue.guessed.items()]
+    def guesses(self) -> list[tuple[str, int, int]]:
+        """Return the requests that only a guess has ended here, with their prompts' tokens, too.
+
+        The last number is that of the guess.
+        """
+        ended = (item for queue in self.queues for item in queue.guessed.items())
+        return [(key, one.tokens - one.output, one.output) for key, one in ended]
 
     def end_all(self, terms: Mapping[Layout, Terms]) -> None:
         """Note that no request is on the node: those that nobody has told the end of are gone."""

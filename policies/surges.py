@@ -27,10 +27,10 @@ END_WINDOWS = (*WINDOWS, 3.2, 6.4)
 """It ended about so many seconds ago."""
 FACTOR = 2.0
 """In a surge at least so many times as many requests come as ever in such a time before it."""
-BEGIN_NATS = 10.0
-"""Logarithm of how much likelier the latest requests are in a surge than without one."""
-END_NATS = 5.0
-"""Logarithm of how much likelier they are after a surge than in it."""
+SURE_NATS = 10.0
+"""Logarithm of how much likelier the latest requests are in a surge than without one, when it
+begins, and after it than in it, when it ends. The latter is tested ten times a second, so a gap of
+a moment is seen as an end now and then if less is enough."""
 BEFORE = 10
 """So many requests must have come before it, or nobody knows what is usual."""
 PAUSE = 0.1
@@ -73,7 +73,7 @@ class Surges:
 
     def _ended_before(self, seen: Hindsight, age: float, count: int) -> float | None:
         """Return how many seconds ago the surge has ended; None: it has not, as far as one sees."""
-        ages, best, least = _ages(seen), None, END_NATS * self.clumps
+        ages, best, least = _ages(seen), None, SURE_NATS * self.clumps
         for window in END_WINDOWS:
             if window >= age:
                 break
@@ -120,7 +120,7 @@ class Surges:
             if before < BEFORE or count < FACTOR * _most(ages[count:], window):
                 continue
             clumps = clump_size(ages[count:], window, usual)
-            if _nats(count, count, usual) > BEGIN_NATS * clumps:
+            if _nats(count, count, usual) > SURE_NATS * clumps:
                 began, rate = seen.at - window, usual / window
                 return Surges(began, rate, count, clumps, self.lengths, self.ended)
         return self

@@ -263,6 +263,9 @@ class Snapshot:
     """Output tokens per request, on average over the latest requests."""
     outputs: tuple[int, ...] = ()
     """Tokens of the latest outputs that have ended, ascending."""
+    outputs_by_prompt: tuple[tuple[int, ...], ...] = ()
+    """The same by the bits of the prompts' numbers of tokens: those of prompts of 1,024 to 2,047
+    tokens are at 11. Some are remembered of each class, also if no other has come for long."""
     arrived: tuple[PoolRequest, ...] = ()
     """Requests that have come since the policy was last asked, without background requests."""
     placed: tuple[tuple[str, int], ...] = ()

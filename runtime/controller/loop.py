@@ -342,8 +342,10 @@ class Controller:
         else:
             self._capacity.observe(core, load)
         ended = requests.report(load)
-        self._capacity.see_outputs(core.outputs.values())
-        self._demand.end({request.id: core.outputs.get(request.id, 0) for request in ended})
+        outputs = core.outputs
+        lengths = [(r.seen.prompt_tokens, outputs[r.id]) for r in ended if r.id in outputs]
+        self._capacity.see_lengths(lengths)
+        self._demand.end({request.id: outputs.get(request.id, 0) for request in ended})
         for request in ended:
             self.books.statistics.left(request, m.Outcome.FINISHED)
             self._migration.finished(request, load.engine)

@@ -130,6 +130,19 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
     assert reviews(quiet, 80.0) > 1
 
 
+def test_a_surge_is_left_for_what_brings_more_than_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The looks of a surge are many, and the best of them says too much."""
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e9)
+    first = next(asked_for(GROWS, 1.0))
+    cheapest = min(verdict.price for verdict in first.verdicts)
+    assert cheapest > 10
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: cheapest - 3)
+    assert next(asked_for(GROWS, 1.0)).target is None
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: cheapest + 3)
+    assert next(asked_for(GROWS, 1.0)).target is not None
+
+
 def test_a_surge_that_is_foreseen_to_lose_is_stayed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
@@ -295,6 +308,22 @@ def test_the_usual_number_of_requests_does_not_begin_at_none() -> None:
         seen = replace(CROWD, now=k * WATCH_SECONDS, memory=memory, since_switch=0.0)
         memory = ADAPTIVE.plan(seen).memory
     assert memory.requests > 0.6 * CROWD.requests
+
+
+def test_no_crowd_of_minutes_ago_waits_for_what_caches_lose() -> None:
+    """Of a crowd of chats the last few are left, and what is cached of the others is lost."""
+    here = node(DP, {0: 1}, rate=4.0)
+    units = tuple(replace(unit, cached_tokens=10**6, context_tokens=0) for unit in here.units)
+    few = replace(here, units=units, hit_share=0.5, since_switch=60.0)
+
+    def price(usual: float, seen: Snapshot = few) -> float:
+        memory = Memory(-WATCH_SECONDS, age=60.0, requests=usual, squares=usual**2)
+        plan = ADAPTIVE.plan(replace(seen, memory=memory))
+        return next(one.price for one in plan.verdicts if one.partition == TP)
+
+    assert price(200.0) < price(8.0) + few.requests
+    crowd = replace(few, units=tuple(replace(unit, requests=25) for unit in units))
+    assert price(200.0, crowd) > 10 * price(200.0), "it does, while it is there"
 
 
 def test_with_promises_a_change_of_mind_makes_the_next_switch_dearer_for_a_while() -> None:

@@ -10,11 +10,11 @@ import pytest
 
 from shoal.policies.forecast import Class, Forecast, risk, served, uniform, work_of
 from shoal.policies.values.batch import Batch
-from shoal.policies.values.layouts import Layout
+from shoal.policies.values.layouts import Layout, alone
 from shoal.policies.values.partition import Partition, singles
 from shoal.policies.values.snapshot import Snapshot, Target
 from tests.policies.nodes import DP, FOURS, PAIRS, TP, node
-from tests.policies.snapshots import MODEL, request
+from tests.policies.snapshots import MODEL, request, snapshot, unit
 from tests.units import tp
 
 MIXED: Partition = (tp(0, 1, 2, 3), tp(4, 5), tp(6, 7))
@@ -138,6 +138,16 @@ def test_the_last_of_several_steps_in_flight_is_waited_for() -> None:
     seen = node(PAIRS, {0: 8})
     longer = {stepping: stall(stepping, 8000) - stall(stepping, 4000) for stepping in (1, 4)}
     assert longer[4] / longer[1] == pytest.approx(1.6, rel=0.1)
+
+
+def test_prompts_that_wait_need_no_room_in_a_switch() -> None:
+    """They have no KV, though the blocks that they will need are not free for others."""
+    full = unit(tp(0, 1), requests=9, running=8, blocks=0, block_tokens=16, waiting=1)
+    assert not Forecast(snapshot(full), MODEL).has_room((alone(0), alone(1)))
+    waits = replace(full, prompts=(16 * 20,))
+    assert Forecast(snapshot(waits), MODEL).has_room((alone(0), alone(1)))
+    little = replace(full, prompts=(16 * 10,))
+    assert not Forecast(snapshot(little), MODEL).has_room((alone(0), alone(1)))
 
 
 def test_units_that_stay_are_not_stopped() -> None:

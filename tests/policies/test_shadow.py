@@ -66,14 +66,14 @@ def test_what_waits_gets_its_true_length_too() -> None:
 def test_a_request_that_is_longer_than_the_guess_decodes_again() -> None:
     one = shadow(guessed(10))
     one.advance(1.0, ALL)
-    assert one.guesses() == [("a", 10)]
+    assert one.guesses() == [("a", 100, 10)]
     assert one.requests == 0
     one.expect("a", 60, ALL, known=False)
     assert one.requests == 1
     one.advance(1.2, ALL)
     assert one.requests == 1
     one.advance(1.6, ALL)
-    assert one.guesses() == [("a", 60)]
+    assert one.guesses() == [("a", 100, 60)]
 
 
 def test_an_unknown_length_ends_a_request_now() -> None:
@@ -116,7 +116,7 @@ def test_guesses_go_along_when_another_shadow_begins_where_this_one_is() -> None
     one = shadow(guessed(5), guessed(400, "b"))
     one.advance(0.2, ALL)
     other = fork([DP, DP], present(one), 0.2, ALL)
-    assert other.guesses() == [("a", 5)]
+    assert other.guesses() == [("a", 100, 5)]
     before = other.all_in_all(ALL)
     for key in "ab":
         other.expect(key, 105, ALL, known=True)

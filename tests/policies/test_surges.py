@@ -85,7 +85,7 @@ def test_the_end_of_a_surge_is_noticed_within_a_second(seconds: float, per_secon
 def test_a_surge_among_clumps_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each request says little, the end is seen only in a longer time without any."""
     came = seen(*rate(16, 1.5, NOW - 3.5))
-    there = Surges(NOW - 5.0, usual=1.0, count=24, clumps=5.0)
+    there = Surges(NOW - 5.0, usual=1.0, count=24, clumps=2.5)
     over = there.at(came, 0)
     assert over.began is None
     assert over.lengths == (pytest.approx(5.0 - 3.2),)
@@ -125,3 +125,11 @@ def test_only_the_latest_surges_count() -> None:
 
 def test_a_young_surge_is_looked_at_more_often() -> None:
     assert Surges(NOW - 0.5).pause(NOW) < Surges(NOW - 5.0).pause(NOW)
+
+
+def test_a_moment_with_few_requests_is_no_end() -> None:
+    """Of nine that usually come in that time one comes: in a surge of seconds that happens."""
+    there = Surges(NOW - 1.0, usual=10.0, count=91)
+    after_a_gap = seen(*rate(100, 0.9, NOW - 0.1), NOW - 0.05)
+    assert there.at(after_a_gap, 0).began == there.began
+    assert there.at(seen(*rate(100, 0.8, NOW - 0.2)), 0).began is None, "two such moments are one"

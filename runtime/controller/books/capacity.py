@@ -116,6 +116,7 @@ class Capacity:
             prompt_tokens=self._lengths.prompt,
             output_tokens=self._lengths.output,
             outputs=self._lengths.outputs,
+            outputs_by_prompt=self._lengths.by_prompt,
             **self._prefixes.hits._asdict(),
             since_switch=since_switch,
             layouts=self._layouts,
@@ -216,10 +217,10 @@ class Capacity:
             known = self.costs.observe(core, load)
             self._lengths.see(known, started=core.begun_since(load), ended=len(load.finished))
 
-    def see_outputs(self, outputs: Collection[int]) -> None:
-        """Note the tokens of outputs that have ended."""
-        if outputs:
-            self._lengths.end(outputs)
+    def see_lengths(self, ended: Collection[tuple[int, int]]) -> None:
+        """Note the tokens of the prompts and outputs of requests that have ended."""
+        if ended:
+            self._lengths.end(ended)
 
     def _unit_states(self, busy: Collection[int]) -> tuple[UnitState, ...]:
         paused = self._requests.paused

@@ -4,7 +4,7 @@ Everything here is a function of events and of the injected clock.
 """
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +29,8 @@ USUAL_SECONDS = 60.0
 """Time constant of the rate to which a burst returns."""
 OUTPUTS_KEPT = 128
 """Latest outputs whose lengths are remembered one by one."""
+ALIKE_KEPT = 64
+"""The same of the prompts of one class, for as long as no others of the class come."""
 DEVIATIONS = 2.0
 """A rate may differ by so many standard deviations by chance; twice as many are not chance."""
 
@@ -171,6 +173,9 @@ class Lengths:
         self._outputs: deque[int] = deque(maxlen=OUTPUTS_KEPT)
         self.outputs: tuple[int, ...] = ()
         """Tokens of the latest outputs, ascending."""
+        self._by_prompt = defaultdict[int, deque[int]](lambda: deque(maxlen=ALIKE_KEPT))
+        self.by_prompt: tuple[tuple[int, ...], ...] = ()
+        """See ``Snapshot.outputs_by_prompt``."""
 
     def see(self, done: Work, *, started: int, ended: int) -> None:
         """Note the work of steps.
@@ -190,12 +195,16 @@ class Lengths:
         self._ended = kept * self._ended + ended
         self._output = kept * self._output + done.decodes + done.accepted
 
-    def end(self, outputs: Iterable[int]) -> None:
-        """Note the tokens of outputs that have ended."""
-        before = len(self._outputs)
-        self._outputs.extend(outputs)
-        if len(self._outputs) != before or before == OUTPUTS_KEPT:
-            self.outputs = tuple(sorted(self._outputs))
+    def end(self, ended: Iterable[tuple[int, int]]) -> None:
+        """Note the tokens of the prompts and outputs of requests that have ended."""
+        by_prompt = [*self.by_prompt]
+        for prompt, output in ended:
+            self._outputs.append(output)
+            k = prompt.bit_length()
+            by_prompt += [()] * (k + 1 - len(by_prompt))
+            self._by_prompt[k].append(output)
+            by_prompt[k] = tuple(sorted(self._by_prompt[k]))
+        self.outputs, self.by_prompt = tuple(sorted(self._outputs)), tuple(by_prompt)
 
     @property
     def prompt(self) -> float:

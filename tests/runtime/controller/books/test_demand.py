@@ -6,7 +6,9 @@ import pytest
 
 from shoal.policies.values.snapshot import OUTPUT_TOKENS, SMOOTHING_SECONDS
 from shoal.runtime.controller.books.demand import (
+    ALIKE_KEPT,
     DRAIN_SECONDS,
+    OUTPUTS_KEPT,
     RATE_SECONDS,
     Demand,
     Drain,
@@ -108,6 +110,18 @@ def test_what_is_computed_again_starts_again() -> None:
         lengths.see(Work(prefill_tokens=2 * 700, decodes=90), started=2, ended=1)
     assert lengths.prompt == pytest.approx(700, rel=0.01)
     assert lengths.output == pytest.approx(90, rel=0.01)
+
+
+def test_outputs_are_remembered_by_the_lengths_of_their_prompts() -> None:
+    """Those of rare prompts too, when many others have ended since."""
+    lengths = Lengths()
+    lengths.end([(1024, 7), (2047, 5)])
+    for _ in range(OUTPUTS_KEPT):
+        lengths.end([(100, 300)])
+    assert lengths.by_prompt[11] == (5, 7)
+    assert lengths.by_prompt[7] == (300,) * ALIKE_KEPT
+    assert not any(lengths.by_prompt[k] for k in (0, 8, 10))
+    assert lengths.outputs == (300,) * OUTPUTS_KEPT
 
 
 # --- the rate at which requests come ---
