@@ -219,8 +219,7 @@ class Capacity:
 
     def see_lengths(self, ended: Collection[tuple[int, int]]) -> None:
         """Note the tokens of the prompts and outputs of requests that have ended."""
-        if ended:
-            self._lengths.end(ended)
+        self._lengths.end(ended)
 
     def _unit_states(self, busy: Collection[int]) -> tuple[UnitState, ...]:
         paused = self._requests.paused

@@ -5,7 +5,7 @@ Everything here is a function of events and of the injected clock.
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -195,8 +195,10 @@ class Lengths:
         self._ended = kept * self._ended + ended
         self._output = kept * self._output + done.decodes + done.accepted
 
-    def end(self, ended: Iterable[tuple[int, int]]) -> None:
+    def end(self, ended: Collection[tuple[int, int]]) -> None:
         """Note the tokens of the prompts and outputs of requests that have ended."""
+        if not ended:
+            return  # as with most messages: what is sorted stays
         by_prompt = [*self.by_prompt]
         for prompt, output in ended:
             self._outputs.append(output)
