@@ -7,6 +7,7 @@ outputs of prompts that were about as long, if these differ and as far as enough
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from math import log1p, sqrt
 
 from shoal.policies.values.snapshot import Snapshot
@@ -67,10 +68,16 @@ def _alike(snapshot: Snapshot, prompt: int) -> Sequence[int]:
     alike = by_prompt[k] if k < len(by_prompt) else ()
     if not alike or not every:
         return ()
-    mean = sum(every) / len(every)
-    variance = sum((tokens - mean) ** 2 for tokens in every) / len(every)
+    mean, variance = _mean_and_variance(every)
     differs = abs(sum(alike) / len(alike) - mean) > DEVIATIONS * sqrt(variance / len(alike))
     return alike if differs else ()
+
+
+@lru_cache(maxsize=4)
+def _mean_and_variance(outputs: tuple[int, ...]) -> tuple[float, float]:
+    """Return both of the latest outputs. Many draws ask for them before the next output ends."""
+    mean = sum(outputs) / len(outputs)
+    return mean, sum((tokens - mean) ** 2 for tokens in outputs) / len(outputs)
 
 
 def rest_of_output(snapshot: Snapshot, share: float) -> int:
