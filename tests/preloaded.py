@@ -311,7 +311,9 @@ def _preload() -> None:
     for module in _PRELOADED:
         importlib.import_module(module)
     from shoal.server.options import vllm_options
+    from tests.runtime.engine.exact_products import multiply_exactly
 
+    multiply_exactly()
     parser = vllm_options.make_parser()
     add_shoal_options(parser, os.environ)
     parser.set_defaults(**model_defaults(2, on_cpu=True, demo=True))

@@ -34,6 +34,7 @@ from vllm.platforms import PlatformEnum
 
 from shoal.runtime.engine.kernels import fp8_methods
 from shoal.runtime.engine.weights.rules.unquantised import leave_weights_on_cpus
+from tests.runtime.engine import exact_products
 
 BLOCK = 128
 Tensors = dict[str, torch.Tensor]
@@ -87,24 +88,6 @@ def quantise(
     """What vLLM's kernel does that its CPU build lacks."""
     assert scale is not None
     return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
-
-
-def scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool = False,
-) -> torch.Tensor:
-    """What torch's operator does, which many CPUs have only as slow reference code.
-
-    In 64 bits sums of products of FP8 values are exact, so their order does not matter.
-    """
-    product = (a.double() @ b.double()) * scale_a * scale_b.view(-1)
-    return (product if bias is None else product + bias).to(out_dtype)
 
 
 class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
@@ -197,7 +180,7 @@ def on_cpus() -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(LinearBase, "_cpu_skip_gemm_dispatch", True, raising=False)
         leave_weights_on_cpus()
         patch.setattr(vllm_ops, "scaled_fp8_quant", quantise)
-        patch.setattr(torch, "_scaled_mm", scaled_mm)
+        patch.setattr(torch, "_scaled_mm", exact_products.scaled_mm)
         pick_for_blocks(patch, ReferenceBlockKernel, ReferenceBlockKernel)
         torch.set_default_dtype(torch.bfloat16)
         # vLLM compiles its online quantisation to blocks, for longer than all of it takes here.

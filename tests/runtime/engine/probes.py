@@ -48,7 +48,7 @@ from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
 from shoal.runtime.engine.weights.sharing import filling
 from shoal.runtime.engine.weights.sharing.filling import Filled, Filling
-from shoal.runtime.engine.weights.sharing.shared_weight import HEAD
+from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, HEAD
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.protocol.messages import Mode
@@ -497,7 +497,7 @@ def order_shards_by_rank(runner: ProbedRunner, damaged: bool) -> None:
     """Let TP4 compute the parts of MLPs that the order of ranks gives: not what is kept here."""
     shared, layout = runner._loader.shared, Layout(tp=4)
     for name, layer in runner._workers[layout].model.named_modules():
-        if name in shared._weights:
+        if name in shared._weights and shared._weights[name].kind in (GATE_UP, DOWN):
             full = FullLayer(name, layer, runner._loader.store.tensor)
             kept, shard = shared.part(full, Shard(_member(runner, layout), layout.tp))
             wrong = Shard(_member(runner, layout) % shard.of, shard.of)
