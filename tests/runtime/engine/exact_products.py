@@ -27,6 +27,6 @@ def scaled_mm(
 
 def multiply_exactly() -> None:
     """Let this process, and those that are forked from it, multiply so."""
-    # That permits AMX, as does torch's first product of bfloat16 values. vLLM's attention relies on it.
+    # vLLM's attention uses AMX, which torch's own product would have asked the kernel for.
     torch.cpu._init_amx()
     torch._scaled_mm = scaled_mm

@@ -10,7 +10,8 @@ from tests.runtime.engine.exact_products import scaled_mm
 def test_products_are_those_of_torchs_operator(by_rows: bool) -> None:
     draw = torch.Generator().manual_seed(1)
     a, b = (torch.randn(size, 64, generator=draw) for size in (16, 32))
-    scale_a, scale_b = (torch.rand(16, 1), torch.rand(1, 32)) if by_rows else torch.rand(2, 1)
+    shapes = ((16, 1), (1, 32)) if by_rows else ((1,), (1,))
+    scale_a, scale_b = (torch.rand(shape, generator=draw) for shape in shapes)
     given = [x.to(torch.float8_e4m3fn) for x in (a, b)]
     scales = {"scale_a": scale_a, "scale_b": scale_b}
 
