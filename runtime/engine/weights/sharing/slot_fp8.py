@@ -40,14 +40,13 @@ from shoal.runtime.engine.weights.sharing.shared_weight import (
 )
 from shoal.runtime.engine.weights.sharing.slot_methods import (
     Add,
+    InSections,
     PartRange,
-    in_sections,
-    note_heads,
+    SlotOfHeads,
     note_parts,
     order_by_parts,
     register_slot,
 )
-from shoal.runtime.engine.weights.sharing.slots import use_weights
 
 _LOADED = (Fp8LinearMethod, CompressedTensorsW8A8Fp8)
 """vLLM's methods and schemes of checkpoints in FP8. Those that quantise what they load need whole
@@ -242,15 +241,8 @@ class SlotFp8(SplitFp8):
         target.quant_method = SplitFp8(target.quant_method.method, weight.kind)
 
 
-class SlotQkvFp8(SlotFp8):
+class SlotQkvFp8(SlotOfHeads, SlotFp8):
     """``slot_methods.SlotQkv`` of FP8 weights. Scales are in the order of parts, as the bias is."""
-
-    def apply(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, DP.tp, layer.slot_number, layer.slot_pp)
-        return in_sections(super().apply(layer, x, bias), layer)
 
     def keep(self, layer: nn.Module, weight: SharedWeight, whole: torch.Tensor) -> None:
         """See ``SlotMethod.keep``."""
@@ -265,39 +257,12 @@ class SlotQkvFp8(SlotFp8):
                 order_by_parts(rows, sections, weight.degree.parts)
         super().keep(layer, weight, whole)
 
-    def part(
-        self, layer: nn.Module, weight: SharedWeight, stored: torch.Tensor, parts: PartRange
-    ) -> nn.Module:
-        """See ``SlotMethod.part``."""
-        part = super().part(layer, weight, stored, parts)
-        note_heads(part, layer, weight, parts)
-        return part
-
-    def stream(
-        self,
-        target: nn.Module,
-        layer: nn.Module,
-        weight: SharedWeight,
-        stored: torch.Tensor,
-        parts: PartRange,
-        pp: int,
-    ) -> None:
-        """See ``SlotMethod.stream``."""
-        super().stream(target, layer, weight, stored, parts, pp)
-        note_parts(target, weight, parts, pp)
-        streamed = StreamedQkvFp8(target.quant_method.method)
-        target.quant_method = self if target.slot_tp == DP.tp else streamed
+    def _streamed(self, target: nn.Module) -> "StreamedQkvFp8":
+        return StreamedQkvFp8(target.quant_method.method)
 
 
-class StreamedQkvFp8(ViewedFp8):
+class StreamedQkvFp8(InSections, ViewedFp8):
     """``slot_methods.StreamedQkv`` of FP8 weights."""
-
-    def apply(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, layer.slot_tp, layer.slot_number, layer.slot_pp)
-        return in_sections(super().apply(layer, x, bias), layer)
 
 
 def slot_fp8(stock: Any, layer: nn.Module, name: str, add: Add) -> SlotFp8:

@@ -158,22 +158,57 @@ class SlotLinear(PlainLinear):
             target.quant_method = self
 
 
-class SlotQkv(SlotLinear):
-    """``SlotMethod`` of queries, keys and values, and what waits for a layer's slot.
-
-    A part has its own queries, keys and values, one after the other (``SharedWeight.stored``). So
-    outputs of several parts are put in vLLM's order afterwards. The bias is in the order of parts.
-
-    Args:
-        add: makes the weight.
-    """
+class InSections:
+    """Mixed into methods of queries, keys and values: outputs of several parts are put in order."""
 
     def apply(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, DP.tp, layer.slot_number, layer.slot_pp)
-        return in_sections(super().apply(layer, x, bias), layer)
+        x = use_weights(x, layer.slot_tp, layer.slot_number, layer.slot_pp)
+        return in_sections(super().apply(layer, x, bias), layer)  # type: ignore[misc]
+
+
+class SlotOfHeads(InSections):
+    """Mixed into a ``SlotMethod``, which is that of queries, keys and values then.
+
+    A part has its own queries, keys and values, one after the other (``SharedWeight.stored``). So
+    outputs of several parts are put in vLLM's order afterwards.
+    """
+
+    def part(
+        self, layer: nn.Module, weight: SharedWeight, stored: torch.Tensor, parts: PartRange
+    ) -> nn.Module:
+        """See ``SlotMethod.part``."""
+        part: nn.Module = super().part(layer, weight, stored, parts)  # type: ignore[misc]
+        note_heads(part, layer, weight, parts)
+        return part
+
+    def stream(
+        self,
+        target: nn.Module,
+        layer: nn.Module,
+        weight: SharedWeight,
+        stored: torch.Tensor,
+        parts: PartRange,
+        pp: int,
+    ) -> None:
+        """See ``SlotMethod.stream``."""
+        super().stream(target, layer, weight, stored, parts, pp)  # type: ignore[misc]
+        note_parts(target, weight, parts, pp)
+        target.quant_method = self if target.slot_tp == DP.tp else self._streamed(target)
+
+    def _streamed(self, target: nn.Module) -> Any:
+        """Return the method of a layer that streams several parts, which are one product."""
+        raise NotImplementedError
+
+
+class SlotQkv(SlotOfHeads, SlotLinear):
+    """``SlotMethod`` of queries, keys and values. The bias is in the order of parts.
+
+    Args:
+        add: makes the weight.
+    """
 
     def keep(self, layer: nn.Module, weight: SharedWeight, whole: torch.Tensor) -> None:
         """See ``SlotMethod.keep``."""
@@ -191,34 +226,14 @@ class SlotQkv(SlotLinear):
             size = layer.bias.shape[0] // weight.degree.parts
             bias = layer.bias.data.narrow(0, parts.first * size, parts.size * size)
             part.bias = Parameter(bias, requires_grad=False)
-        note_heads(part, layer, weight, parts)
         return part
 
-    def stream(
-        self,
-        target: nn.Module,
-        layer: nn.Module,
-        weight: SharedWeight,
-        stored: torch.Tensor,
-        parts: PartRange,
-        pp: int,
-    ) -> None:
-        """See ``SlotMethod.stream``."""
-        super().stream(target, layer, weight, stored, parts, pp)
-        note_parts(target, weight, parts, pp)
-        if target.slot_tp != DP.tp:
-            target.quant_method = StreamedQkv(meta=True)
+    def _streamed(self, _target: nn.Module) -> "StreamedQkv":
+        return StreamedQkv(meta=True)
 
 
-class StreamedQkv(PlainLinear):
+class StreamedQkv(InSections, PlainLinear):
     """Queries, keys and values of a layout that streams several parts: one product for all."""
-
-    def apply(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, layer.slot_tp, layer.slot_number, layer.slot_pp)
-        return in_sections(super().apply(layer, x, bias), layer)
 
 
 # --- queries, keys and values, of any format ------------------------------------------------------

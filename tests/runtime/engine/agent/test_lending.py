@@ -104,11 +104,15 @@ def test_a_group_that_gives_blocks_up_does_not_ask_for_them_again(caching: Bench
     assert caching.tell(m.Shrink(4, GROUP, 30)) == [], "that bind is over"
 
 
-def test_a_group_gives_many_blocks_up_in_portions_and_then_pins(
-    caching: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Portions of 30 blocks, one in each turn."""
     monkeypatch.setattr(m, "PORTION", 30)
     monkeypatch.setattr(sliced_work, "SLICE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("small_portions")
+def test_a_group_gives_many_blocks_up_in_portions_and_then_pins(caching: Bench) -> None:
     caching.bind(blocks=120)
     caching.add("shared", prompt=8, tokens=280, group=GROUP)
     caching.network.controller.to_engine(0, m.Shrink(5, GROUP, 70))
@@ -122,11 +126,8 @@ def test_a_group_gives_many_blocks_up_in_portions_and_then_pins(
     assert len(told[0]) < 4, "steps go on between the portions"
 
 
-def test_a_group_that_is_released_gives_the_rest_up_with_its_lease(
-    caching: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(m, "PORTION", 30)
-    monkeypatch.setattr(sliced_work, "SLICE_SECONDS", 0.0)
+@pytest.mark.usefixtures("small_portions")
+def test_a_group_that_is_released_gives_the_rest_up_with_its_lease(caching: Bench) -> None:
     caching.bind(blocks=120)
     messages = caching.tell(m.Shrink(5, GROUP, 100))
     messages += caching.tell(m.Release(5, GROUP, m.Treatment.HARD))
