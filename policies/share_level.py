@@ -79,11 +79,11 @@ def with_share_level(policy: Policy, layouts: Layouts = present) -> Policy:
 
     def plan(snapshot: Snapshot, /) -> Plan:
         known = snapshot.memory
-        if not snapshot.share_levels and not isinstance(known, Memory):
+        if not _levels(snapshot) and not isinstance(known, Memory):
             return policy.plan(snapshot)
         memory = known if isinstance(known, Memory) else Memory(known)
         found = policy.plan(replace(snapshot, memory=memory.own))
-        if found.share_weights is not None or not snapshot.share_levels:
+        if found.share_weights is not None or not _levels(snapshot):
             return replace(found, memory=replace(memory, own=found.memory))
         memory = replace(memory, own=found.memory)
         if snapshot.now - memory.at < REVIEW_SECONDS or snapshot.pending is not None:
@@ -105,7 +105,7 @@ def _judged(
     elapsed = min(LONGEST_REVIEW_SECONDS, snapshot.now - memory.at) if known else 0.0
     partitions = tuple(layouts(snapshot))
     here = _cost(snapshot, partitions)
-    costs = {level: _cost(_at(snapshot, level), partitions) for level in snapshot.share_levels}
+    costs = {level: _cost(_at(snapshot, level), partitions) for level in _levels(snapshot)}
     best = min(costs, key=costs.__getitem__)
     gain = (here - costs[best]) / HORIZON_SECONDS
     saved = max(0.0, memory.saved + elapsed * gain)
@@ -118,11 +118,17 @@ def _judged(
     return best, replace(memory, saved=0.0, doubt=doubt, changed=True)
 
 
+def _levels(snapshot: Snapshot) -> Sequence[ShareLevel]:
+    """Return the levels that are judged: not those of pipelines, which are in no partition here."""
+    return [level for level in snapshot.share_levels if level.stages == 1]
+
+
 def _at(snapshot: Snapshot, level: ShareLevel) -> Snapshot:
     """Return the node as it would be at another level."""
     return replace(
         snapshot,
         share_weights=level.share,
+        share_stages=level.stages,
         layouts=level.layouts,
         cost_model=level.cost_model,
         sp_above=level.sp_above,

@@ -15,7 +15,8 @@ Where engines share weights (SiDP, 4.2), a member reads from others, during the 
 not keep of the MLPs that it computes. The step takes the longer of this and of all the above. So
 DP is slow for steps of few tokens, and as fast as ever for steps of many (``hidden_above``). Steps
 that read weights have corrections of their own, on top of those of the computing: they say little
-of the same layout with whole weights.
+of the same layout with whole weights. If engines have the layers of a pipeline's stage whole, this
+pipeline reads nothing, and DP what is left, while it computes the layers that are not whole.
 
 In a pipeline (PP) a step goes through the stages one after the other, so all layers count, as in DP
 or in the TP of a stage. The same holds for what stages read from others: each reads for its own
@@ -48,6 +49,7 @@ from shoal.policies.cost.correction import KNOWN, MAX_CORRECTION, Correction
 from shoal.policies.cost.speculation import NOT_SEEN, Speculation
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import Layout
+from shoal.policies.values.level import Level
 from shoal.policies.values.pace import Pace
 
 MOST_TOKENS = 1 << 20
@@ -151,6 +153,8 @@ class CostModel:
     """Largest degree of SP; a wider group combines SP with TP."""
     share_weights: int = 1
     """How many engines share weights. Each keeps one part of so many."""
+    whole_stages: int = 1
+    """Stages of the pipeline whose layers engines have whole beside it (``Level.stages``)."""
     speculation: Speculation = NOT_SEEN
     """What decodes check and accept."""
 
@@ -163,10 +167,11 @@ class CostModel:
         """Return the time in which a step reads what other engines keep of its weights.
 
         What is shared is divided among the members that do not divide tokens. What an engine keeps
-        lies within its member's part.
+        lies within its member's part. Layers that it has whole are not read.
         """
         degree = layout.tp // self._sp_degree(layout, mode)
-        missing = max(0.0, 1 / degree - 1 / self.share_weights)
+        whole = Level(self.share_weights, self.whole_stages).whole_share(layout)
+        missing = max(0.0, 1 / degree - 1 / self.share_weights) * (1 - whole)
         size = missing * self.shape.sharable_parameters * self.shape.weight_bytes
         hardware = self.hardware
         return size / (hardware.fetch_bytes_per_second or hardware.peer_bytes_per_second)
@@ -186,7 +191,7 @@ class CostModel:
             return 0
 
         def is_hidden(tokens: int) -> bool:
-            return pace.computed(tokens, 0, 0, 0) >= pace.fetching(tokens) + pace.overhead
+            return pace.computed(tokens, 0, 0, 0) >= pace.overlapped(tokens, 0, 0, 0)
 
         return bisect_left(range(MOST_TOKENS), True, key=is_hidden)
 
@@ -299,7 +304,7 @@ class CostModel:
     def _pace(self, layout: Layout, mode: Mode, kind: StepKind) -> Pace:
         shape, hardware = self.shape, self.hardware
         sp, degree = self._sp_degree(layout, mode), layout.tp
-        tp = degree // sp
+        tp, level = degree // sp, Level(self.share_weights, self.whole_stages)
         # A group with more members than KV heads holds copies of heads, so reading gets no faster.
         kv_share = min(degree, shape.kv_heads)
         attend = 4 * shape.layers * shape.heads * shape.head_dim
@@ -327,6 +332,7 @@ class CostModel:
             host=in_sp,
             mixed_host=in_tp if sp == 1 and degree > 1 and not decodes else in_sp,
             fetch=self.fetch_seconds(layout, mode),
+            whole=level.whole_share(layout) if self.streams(layout, mode) else 0.0,
             hops=hops,
             hopped=checked * (hop - hops),
             overhead=hardware.overhead_seconds,

@@ -42,6 +42,9 @@ class Pace:
     """The part of ``latency`` between stages of a pipeline, where no stage reads such weights."""
     hopped: float = 0.0
     """The same of ``moved``."""
+    whole: float = 0.0
+    """The share of the layers that the engine has whole, in a step that reads others. While these
+    are computed, nothing is read, as slots have room for the next layer only."""
     slope: float = 1.0
     """The factor by which the computing is corrected."""
     offset: float = 0.0
@@ -64,12 +67,13 @@ class Pace:
             context: tokens whose KV the decodes read.
             pairs: pairs of a token and one that it attends to.
         """
-        return max(self.fetching(tokens), self._computing(tokens, context, pairs))
+        computing = self._computing(tokens, context, pairs)
+        return max(self.fetching(tokens) + self.whole * computing, computing)
 
     def fetching(self, tokens: float) -> float:
         """Return the least time of devices and links of a step that reads weights of others.
 
-        It is 0 for one that reads none.
+        It is 0 for one that reads none. What layers take that are ``whole`` is not in it.
 
         Args:
             tokens: see ``device``.
@@ -114,10 +118,14 @@ class Pace:
         return min(self.most * roofline, max(roofline / self.most, corrected))
 
     def overlapped(self, tokens: float, context: float, pairs: float, decodes: float) -> float:
-        """Return the longer of the corrected computing and the uncorrected reading from others."""
+        """Return the longer of the corrected computing and the uncorrected reading from others.
+
+        The computing of the layers that are ``whole`` is added to the reading.
+        """
         computed = self.computed(tokens, context, pairs, decodes)
         host = self.overhead + self.request * decodes
-        return max(computed, self.fetching(tokens) + host)
+        of_whole = self.whole * max(0.0, computed - host)
+        return max(computed, self.fetching(tokens) + of_whole + host)
 
     def step(self, tokens: float, context: float, pairs: float, decodes: float) -> float:
         """Return the time of a step for each token that a decode gets of it.

@@ -5,6 +5,7 @@ from typing import Literal, Protocol, get_args
 
 from shoal.policies.values.batch import NO_PROMPTS, PromptWork
 from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.level import Level
 from shoal.policies.values.partition import Partition, PartitionError, parse_partition
 from shoal.policies.values.snapshot import Move, PoolRequest, Snapshot, UnitState
 
@@ -70,8 +71,10 @@ class Plan:
     memory: object = None
     """A frozen value of the policy's own, which the next snapshot gives back to it."""
     share_weights: int | None = None
-    """How many engines are to share weights (``Snapshot.share_levels``); None: as many as now. It
-    is done if the plan has no target."""
+    """How many engines are to share weights (``Snapshot.share_levels``); None: the level is to stay
+    as it is. It is done if the plan has no target."""
+    share_stages: int = 1
+    """The other number of the level that ``share_weights`` asks for (``Level.stages``)."""
     share_reason: ShareReason = ""
     moves: tuple[Move, ...] = ()
     """Carry so many of a unit's requests whose prompts are computed to another unit: the latest. It
@@ -79,6 +82,12 @@ class Plan:
     time between two units."""
     verdicts: tuple[Verdict, ...] = ()
     """What the policy thinks of other layouts, if it has judged them; empty: what it last said."""
+
+    @property
+    def level(self) -> Level | None:
+        """The level of memory that it asks for; None: it asks for none."""
+        share = self.share_weights
+        return None if share is None else Level(share, self.share_stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +212,9 @@ def check_plan(plan: Plan, snapshot: Snapshot) -> None:
         _check_move(move, snapshot)
         if move.source == move.destination or move.requests < 1:
             raise PlanError(f"a move from unit {list(move.source.engines)} moves nothing")
-    shares = {snapshot.share_weights, *(level.share for level in snapshot.share_levels)}
-    if plan.share_weights is not None and plan.share_weights not in shares:
-        raise PlanError(f"weights cannot be shared by {plan.share_weights} engines now")
+    levels = {snapshot.level, *(level.level for level in snapshot.share_levels)}
+    if plan.level is not None and plan.level not in levels:
+        raise PlanError(f"the level of memory cannot become {plan.level.name} now")
 
 
 def _check_move(move: Move, snapshot: Snapshot) -> None:

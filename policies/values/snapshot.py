@@ -11,6 +11,7 @@ from typing import Protocol
 from shoal.policies.values.batch import NO_PROMPTS, Batch, Mode, PromptWork, StepKind
 from shoal.policies.values.kv_need import ONE_GROUP, blocks_for, tokens_in
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
+from shoal.policies.values.level import Level
 from shoal.policies.values.pace import Pace
 from shoal.policies.values.partition import Partition
 
@@ -187,16 +188,23 @@ class StepPredictor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ShareLevel:
-    """What a node would be like if another number of engines shared weights."""
+    """What a node would be like at another level of memory."""
 
     share: int
-    """How many engines share the MLPs' weights; 1: each has whole weights."""
+    """How many engines share weights; 1: each has whole weights."""
     layouts: tuple[LayoutState, ...]
     """See ``Snapshot.layouts``."""
     cost_model: StepPredictor
     """Knows what steps read from other engines at this level."""
     sp_above: tuple[tuple[Layout, int], ...] = ()
     """See ``Snapshot.sp_above``."""
+    stages: int = 1
+    """Stages of the pipeline whose layers engines have whole (``Level.stages``); 1: of none."""
+
+    @property
+    def level(self) -> Level:
+        """Both numbers."""
+        return Level(self.share, self.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,9 +316,11 @@ class Snapshot:
     urgent_engines: int = 0
     """Engines of the group that urgent requests have to themselves while such come; 0: none."""
     share_weights: int = 1
-    """How many engines share the MLPs' weights now."""
+    """How many engines share weights now."""
+    share_stages: int = 1
+    """Stages of the pipeline whose layers engines have whole now (``Level.stages``); 1: of none."""
     share_levels: tuple[ShareLevel, ...] = ()
-    """The levels to which the policy may change that now."""
+    """The levels to which the policy may change now. From each it may change to each other."""
     moves: tuple[Move, ...] = ()
     """Moves of ``Plan.moves`` that are under way. No switch can start before they have ended."""
     tiers: tuple[TierState, ...] = ()
@@ -319,6 +329,11 @@ class Snapshot:
     """Most tokens of a step; 0: unknown."""
     memory: object = None
     """What the policy's last plan noted (``Plan.memory``); None before its first plan."""
+
+    @property
+    def level(self) -> Level:
+        """The level of memory that the node has now."""
+        return Level(self.share_weights, self.share_stages)
 
     def can_form(self, unit: Unit) -> bool:
         """Return whether the engines of a unit can work as one."""

@@ -199,7 +199,7 @@ class ControlClient:
         """
         done = await self._call(
             MemoryChanged,
-            lambda call: ChangeMemory(call, share_weights, MEMORY_SECONDS),
+            lambda call: ChangeMemory(call, share_weights, timeout_seconds=MEMORY_SECONDS),
             MEMORY_SECONDS,
         )
         return done.change

@@ -90,7 +90,9 @@ class ChangeMemory(Message, frozen=True):
 
     call: int
     share_weights: int
-    """The level, or ``POLICY_DECIDES``."""
+    """How many engines are to share weights, or ``POLICY_DECIDES``."""
+    stages: int = 1
+    """The other number of the level (``Level.stages``)."""
     timeout_seconds: float = math.inf
     """How long the caller waits for other operations to end: later, the change is not begun."""
 

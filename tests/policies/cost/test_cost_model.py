@@ -70,6 +70,24 @@ def test_streaming_is_hidden_above_a_number_of_tokens() -> None:
     assert slow.hidden_above(DP) == pytest.approx(3000, rel=1e-3)
 
 
+def test_whole_stages_leave_their_pipeline_nothing_to_read_and_dp_the_rest() -> None:
+    """DP reads half of what it would, but only while it computes the layers that are not whole."""
+    level = replace(SHARED, whole_stages=2)
+    in_stages = Layout(pp=2)
+    assert not level.streams(in_stages)
+    assert level.pace(in_stages, StepKind.DECODE) == replace(SHARED, share_weights=1).pace(
+        in_stages, StepKind.DECODE
+    )
+    reading, computing = 6e-3, MODEL.step_seconds(DP, ONE)
+    assert level.fetch_seconds(DP) == pytest.approx(reading)
+    assert level.step_seconds(DP, ONE) == pytest.approx(reading + computing / 2)
+    long = Batch(prefill_tokens=10_000)
+    assert level.step_seconds(DP, long) == MODEL.step_seconds(DP, long)
+    assert level.hidden_above(DP) == SHARED.hidden_above(DP), "a layer hides the next one or not"
+    for layout in (Layout(tp=2), Layout(tp=4), Layout(tp=2, pp=2), Layout(pp=4)):
+        assert level.fetch_seconds(layout) == SHARED.fetch_seconds(layout), layout.name
+
+
 def slower(model: CostModel, layout: Layout, factor: float) -> list[tuple[Batch, float]]:
     """Return steps that take so many times as long as the roofline says."""
     batches = [Batch(prefill_tokens=tokens) for tokens in (10, 100, 1000, 20_000)]
