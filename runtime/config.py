@@ -80,6 +80,9 @@ class FakeSettings(msgspec.Struct, frozen=True):
     whole_blocks: int = 0
     """Blocks that are left when an engine has whole weights instead of sharing them; 0: it
     cannot."""
+    stage_blocks: dict[int, int] = {}
+    """The same if it has the layers of its stage whole, by the stages of the pipeline (``Level``).
+    It cannot have those that are not named."""
     fill_seconds: float = 0.0
     """Time in which an engine copies what its peers keep of the weights, beside its steps."""
     use_seconds: float = 0.0
@@ -211,9 +214,9 @@ class NodeConfig(msgspec.Struct, frozen=True):
     share_weights: int = 1
     """How many adjacent engines share weights at the start, each keeping one part of so
     many. Layouts of fewer members stream what their engines do not keep. While the node serves,
-    engines may get whole weights (``controller.memory_changes``)."""
+    engines may get whole weights, or some layers whole (``controller.memory_changes``)."""
     move_memory: bool = False
-    """Whether the policy may let engines have whole weights, and share them again."""
+    """Whether the policy may let engines have whole weights or layers, and share them again."""
     queued_ahead: int = QUEUED_AHEAD
     place_by_prefix: bool = True
     """Whether policies see where a request's prefix is cached."""

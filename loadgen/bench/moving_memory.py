@@ -88,7 +88,7 @@ class Mover:
         for name, weight in self._weights.items():
             self.whole.add(name, weight)
         lender = KvLender(member.place, pages, member.descriptors, self.whole)
-        self._config = kv_config(member.part, sum(self.whole.moving_bytes))
+        self._config = kv_config(member.part, sum(self.whole.moving_bytes()))
         (tensor,) = self._config.kv_cache_tensors
         memory = lender.memory(f"{directory.name}-kv", member.device, self._config)
         self.raw = memory.allocate(tensor.size)

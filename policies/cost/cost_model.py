@@ -15,8 +15,7 @@ Where engines share weights (SiDP, 4.2), a member reads from others, during the 
 not keep of the MLPs that it computes. The step takes the longer of this and of all the above. So
 DP is slow for steps of few tokens, and as fast as ever for steps of many (``hidden_above``). Steps
 that read weights have corrections of their own, on top of those of the computing: they say little
-of the same layout with whole weights. If engines have the layers of a pipeline's stage whole, this
-pipeline reads nothing, and DP what is left, while it computes the layers that are not whole.
+of the same layout with whole weights. ``Level.whole_share`` says what whole stages change.
 
 In a pipeline (PP) a step goes through the stages one after the other, so all layers count, as in DP
 or in the TP of a stage. The same holds for what stages read from others: each reads for its own
@@ -49,7 +48,7 @@ from shoal.policies.cost.correction import KNOWN, MAX_CORRECTION, Correction
 from shoal.policies.cost.speculation import NOT_SEEN, Speculation
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import Layout
-from shoal.policies.values.level import Level
+from shoal.policies.values.level import WHOLE, Level
 from shoal.policies.values.pace import Pace
 
 MOST_TOKENS = 1 << 20
@@ -163,6 +162,15 @@ class CostModel:
         new = Correction(layout, kind, mode, streams=self.streams(layout, mode))
         return next((known for known in self.corrections if _steps(known) == _steps(new)), new)
 
+    @property
+    def level(self) -> Level:
+        """The level of memory that it is of."""
+        return Level(self.share_weights, self.whole_stages)
+
+    def at(self, level: Level) -> "CostModel":
+        """Return the model of the node at another level of memory."""
+        return replace(self, share_weights=level.share, whole_stages=level.stages)
+
     def fetch_seconds(self, layout: Layout, mode: Mode = Mode.TP) -> float:
         """Return the time in which a step reads what other engines keep of its weights.
 
@@ -170,8 +178,8 @@ class CostModel:
         lies within its member's part. Layers that it has whole are not read.
         """
         degree = layout.tp // self._sp_degree(layout, mode)
-        whole = Level(self.share_weights, self.whole_stages).whole_share(layout)
-        missing = max(0.0, 1 / degree - 1 / self.share_weights) * (1 - whole)
+        missing = max(0.0, 1 / degree - 1 / self.share_weights)
+        missing *= 1 - self.level.whole_share(layout)
         size = missing * self.shape.sharable_parameters * self.shape.weight_bytes
         hardware = self.hardware
         return size / (hardware.fetch_bytes_per_second or hardware.peer_bytes_per_second)
@@ -189,10 +197,7 @@ class CostModel:
         pace = self.pace(layout, StepKind.PREFILL, mode)
         if not pace.fetch:
             return 0
-
-        def is_hidden(tokens: int) -> bool:
-            return pace.computed(tokens, 0, 0, 0) >= pace.overlapped(tokens, 0, 0, 0)
-
+        is_hidden = lambda n: pace.computed(n, 0, 0, 0) >= pace.overlapped(n, 0, 0, 0)  # noqa: E731
         return bisect_left(range(MOST_TOKENS), True, key=is_hidden)
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
@@ -304,7 +309,7 @@ class CostModel:
     def _pace(self, layout: Layout, mode: Mode, kind: StepKind) -> Pace:
         shape, hardware = self.shape, self.hardware
         sp, degree = self._sp_degree(layout, mode), layout.tp
-        tp, level = degree // sp, Level(self.share_weights, self.whole_stages)
+        tp = degree // sp
         # A group with more members than KV heads holds copies of heads, so reading gets no faster.
         kv_share = min(degree, shape.kv_heads)
         attend = 4 * shape.layers * shape.heads * shape.head_dim
@@ -313,7 +318,9 @@ class CostModel:
         kv_rate = hardware.kv_bytes_per_second or hardware.memory_bytes_per_second
         attention_rate = hardware.attention_flops_per_second or hardware.flops_per_second
         hops, hop = ((layout.pp - 1) * self._hop_seconds(tokens) for tokens in (0, 1))
-        empty, one = (self._network_seconds(sp, tp, tokens) for tokens in (0, 1))
+        empty, one = (
+            self._reduce_seconds(tp, n) + self._exchange_seconds(sp, tp, n) for n in (0, 1)
+        )
         empty, one = empty + hops, one + hop
         in_sp = shape.layers * hardware.sp_layer_host_seconds if sp > 1 else 0.0
         in_tp = shape.layers * hardware.tp_layer_host_seconds
@@ -332,7 +339,7 @@ class CostModel:
             host=in_sp,
             mixed_host=in_tp if sp == 1 and degree > 1 and not decodes else in_sp,
             fetch=self.fetch_seconds(layout, mode),
-            whole=level.whole_share(layout) if self.streams(layout, mode) else 0.0,
+            whole=self.level.whole_share(layout) if self.streams(layout, mode) else 0.0,
             hops=hops,
             hopped=checked * (hop - hops),
             overhead=hardware.overhead_seconds,
@@ -340,9 +347,6 @@ class CostModel:
             yielded=self.speculation.yielded if decodes else 1.0,
             most=MAX_CORRECTION,
         )
-
-    def _network_seconds(self, sp: int, tp: int, tokens: int) -> float:
-        return self._reduce_seconds(tp, tokens) + self._exchange_seconds(sp, tp, tokens)
 
     def _sp_degree(self, layout: Layout, mode: Mode) -> int:
         """Return the number of members among which a step's tokens are divided."""
@@ -358,9 +362,8 @@ class CostModel:
         return 2 * shape.layers * reduce
 
     def _hop_seconds(self, tokens: int) -> float:
-        shape, hardware = self.shape, self.hardware
-        moved = 2 * tokens * shape.hidden * shape.activation_bytes
-        return hardware.allreduce_seconds + moved / hardware.link_bytes_per_second
+        moved = 2 * tokens * self.shape.hidden * self.shape.activation_bytes
+        return self.hardware.allreduce_seconds + moved / self.hardware.link_bytes_per_second
 
     def _exchange_seconds(self, sp: int, tp: int, tokens: int) -> float:
         """Return the time of two all-to-alls per layer: of queries, keys and values; of outputs.
@@ -423,11 +426,8 @@ class CostModel:
 
         These times are in seconds. The roofline is that of steps which read nothing from others.
         """
-        whole = replace(self, share_weights=1)
-        pairs = [
-            (whole.roofline_seconds(layout, batch, mode), batch, seconds)
-            for batch, seconds in measured
-        ]
+        whole = self.at(WHOLE)
+        pairs = [(whole.roofline_seconds(layout, b, mode), b, seconds) for b, seconds in measured]
         return [
             (computing, seconds)
             for computing, batch, seconds in pairs

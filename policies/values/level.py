@@ -1,5 +1,6 @@
 """A level of memory: what engines have of the weights that they share, and what is left for KV."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from shoal.policies.values.layouts import Layout
@@ -43,3 +44,8 @@ class Level(NamedTuple):
 
 WHOLE = Level(1)
 """Each engine has whole weights."""
+
+
+def slowest(levels: Iterable[Level]) -> Level:
+    """Return the level at which engines read most from others; there is one at least."""
+    return max(levels, key=lambda level: (level.share, -level.stages))

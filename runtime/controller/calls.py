@@ -7,6 +7,7 @@ import msgspec
 
 from shoal.policies.registry import UnknownPolicyError
 from shoal.policies.shift import ShiftThresholdError
+from shoal.policies.values.level import Level
 from shoal.policies.values.partition import Partition, PartitionError, parse_partition
 from shoal.runtime.controller.adviser import Adviser
 from shoal.runtime.controller.books.books import Books
@@ -116,7 +117,8 @@ class Calls:
                 books, self._env.config.units, self._operations.rejoin.unavailable()
             ),
             lengths=layout_view.lengths(books.engines),
-            share_weights=self._operations.memory.shown,
+            share_weights=self._operations.memory.shown.share,
+            share_stages=self._operations.memory.shown.stages,
             share_decided_by="operator" if self._operations.memory.is_held else "policy",
             hidden_above=self._capacity.costs.hidden_above,
             memory_changes=list(self._operations.memory.past),
@@ -223,16 +225,15 @@ class Calls:
             self._change_memory(peer, message)
 
     def _change_memory(self, peer: str, message: m.ChangeMemory) -> None:
-        share = message.share_weights
-        status, error = self._memory_refusal(
-            self._operations.memory.share if share == m.POLICY_DECIDES else share
-        )
+        decides = message.share_weights == m.POLICY_DECIDES
+        wanted = Level(message.share_weights, message.stages)
+        status, error = self._memory_refusal(self._operations.memory.level if decides else wanted)
         if error:
             self._fail(peer, message.call, status, error)
         else:
             self._operations.memory.start_for_operator(peer, message)
 
-    def _memory_refusal(self, share: int) -> tuple[int, str]:
+    def _memory_refusal(self, level: Level) -> tuple[int, str]:
         """Return the HTTP status and the reason why memory cannot be changed now."""
         if not self._books.engines.started or self._fitting.running:
             return 503, str(self._not_ready_reason)
@@ -240,4 +241,4 @@ class Calls:
             return 409, "a switch is running: ask again when it is over"
         if self._operations.memory.running:
             return 409, "a change of memory is running: ask again when it is over"
-        return self._operations.memory.refusal(share)
+        return self._operations.memory.refusal(level)

@@ -102,7 +102,7 @@ class Controller:
             Losses(env, books, self._migration, self._carries),
             greet=self._shifting.greet,
             give_up=self._admission.give_up_unholdable,
-            share_followers=(self._capacity.costs.share_weights, self._shifting.share_weights),
+            share_followers=(self._capacity.costs.have_level, self._shifting.have_level),
         )
         self.switches = self._operations.switches.past
         self.memory_changes = self._operations.memory.past
@@ -398,8 +398,8 @@ class Controller:
         target = None if snapshot.switching else plan.target
         if target is not None and target != self.books.units.partition:
             switches.start_for_policy(target, m.Treatment(plan.treatment), plan.reason)
-        elif plan.share_weights is not None and self._operations.can_switch:
-            self._operations.memory.start_for_policy(plan.share_weights, plan.share_reason)
+        elif plan.level is not None and self._operations.can_switch:
+            self._operations.memory.start_for_policy(plan.level, plan.share_reason)
         elif plan.moves and self._operations.can_move:
             self._handovers.begin(plan.moves)
         elif self._operations.can_switch and not batches:
@@ -423,5 +423,5 @@ class Controller:
         )
         if self._config.share_weights == 1:
             return seen
-        levels = self._share_levels.offered()
-        return replace(seen, share_weights=self._operations.memory.share, share_levels=levels)
+        levels, (share, stages) = self._share_levels.offered(), self._operations.memory.level
+        return replace(seen, share_weights=share, share_stages=stages, share_levels=levels)

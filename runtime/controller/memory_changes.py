@@ -1,11 +1,14 @@
-"""Changes of memory between weights and KV: engines share weights, or each has them whole.
+"""Changes of memory between weights and KV: engines share weights, or each has some whole.
 
     to whole weights:   CLOSING ──> FILLING ──> USING ──> done
     to shared weights:  USING ──> OPENING ──> done
 
+Whole are all weights, or each engine's layers of one pipeline (``Level``). From one of these levels
+to another the way leads over shared weights, the level of the start.
+
 Every stage sends one message to each engine of the change, and ends when all have answered. Engines
 do not depend on each other in it: what an engine keeps for its peers stays where it is, and each
-computes the same at either level. So a change goes on without engines that die. An engine that
+computes the same at every level. So a change goes on without engines that die. An engine that
 comes back shares weights, as at the start, and follows the others when no other operation runs.
 Before USING a change to whole weights is undone if anything else fails.
 """
@@ -17,11 +20,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import msgspec
 
+from shoal.policies.values.level import WHOLE, Level, slowest
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.controller.books.environment import Environment
 from shoal.runtime.controller.books.statistics import MANUAL, REJOIN
+from shoal.runtime.controller.level_checks import LevelChecks
 from shoal.runtime.controller.switching.moves import LoseEngines
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages.views import MemoryView
@@ -29,8 +34,6 @@ from shoal.runtime.protocol.transport import ControllerTransport
 
 log = logging.getLogger("shoal.controller")
 
-WHOLE = 1
-"""The share level at which each engine has whole weights."""
 FILL_SECONDS = 600.0
 """How long engines may take to copy what their peers keep."""
 USE_SECONDS = 60.0
@@ -54,10 +57,12 @@ class Change(msgspec.Struct):
     """A change that is under way."""
 
     epoch: int
-    share: int
-    """The level that it leads to now: if it is undone, the one before."""
-    before: int
-    otherwise: int
+    level: Level
+    """The level that it leads to now: that of the start, if it is undone or leads over it."""
+    goal: Level
+    """The level that it leads to in the end: if it is undone, that of the start."""
+    before: Level
+    otherwise: Level
     """The level that the node has if the change fails."""
     engines: list[int]
     left: set[int]
@@ -79,7 +84,7 @@ class Change(msgspec.Struct):
 
 
 class MemoryChanges:
-    """Changes the share level of the node's engines, one change at a time.
+    """Changes the level of memory of the node's engines, one change at a time.
 
     Args:
         env: the node, the transport to its engines and callers, and the time.
@@ -98,7 +103,7 @@ class MemoryChanges:
         *,
         lose: LoseEngines,
         give_up: Callable[[], None],
-        followers: Sequence[Callable[[int], None]],
+        followers: Sequence[Callable[[Level], None]],
     ) -> None:
         self._env = env
         self._transport: ControllerTransport = env.transport
@@ -108,9 +113,10 @@ class MemoryChanges:
         self._lose = lose
         self._give_up = give_up
         self._followers = followers
-        self._most = env.config.share_weights
+        self._checks = LevelChecks(env.config, books, capacity)
+        self._start = self._checks.start
         """The level at the start."""
-        self.share = self._most
+        self.level = self._start
         """The level of the node: that of engines that serve, apart from those that follow."""
         self.is_held = not env.config.move_memory
         """Whether the policy may not change it: by the configuration, or because an operator did.
@@ -127,9 +133,9 @@ class MemoryChanges:
         return self._change is not None
 
     @property
-    def shown(self) -> int:
+    def shown(self) -> Level:
         """The level of the node, or the one to which a change leads."""
-        return self.share if self._change is None else self._change.share
+        return self.level if self._change is None else self._change.goal
 
     @property
     def deadline(self) -> float | None:
@@ -142,55 +148,19 @@ class MemoryChanges:
     def is_free(self) -> bool:
         """Whether the policy may change the level now, if no other operation runs."""
         waits = self._change is not None or self._env.clock() < self._retry_at
-        return not (self.is_held or self._most == WHOLE or waits or self._behind())
+        return not (self.is_held or self._start == WHOLE or waits or self._behind())
 
-    def offers(self) -> dict[int, int]:
+    def offers(self) -> dict[Level, int]:
         """Return the other levels to which the node can change, each with an engine's KV blocks."""
-        levels = {WHOLE, self._most} - {self.share}
         return {
-            share: min(engine.shares.blocks[share] for engine in self._engines)
-            for share in levels
-            if self.refusal(share) == (200, "")
+            level: self._checks.blocks(level)
+            for level in self._checks.all
+            if level != self.level and self.refusal(level) == (200, "")
         }
 
-    def refusal(self, share: int) -> tuple[int, str]:
+    def refusal(self, level: Level) -> tuple[int, str]:
         """Return the HTTP status and the reason why the level cannot be changed; 200: it can."""
-        levels = {WHOLE, self._most}
-        if share not in levels:
-            if self._most == WHOLE:
-                return 400, (
-                    f"share_weights {share}: this node was started without --share-weights, so "
-                    "its engines always have whole weights"
-                )
-            return 400, (
-                f"share_weights {share}: this node can change between 1 and {self._most} only "
-                f"(--share-weights {self._most})"
-            )
-        if share == self.share:
-            return 200, ""
-        for engine in self._engines:
-            fixed = engine.shares.fixed
-            if fixed:
-                return 409, f"share_weights {share}: engine {engine.number}: {fixed}"
-        return self._too_small() if share == WHOLE else (200, "")
-
-    def _too_small(self) -> tuple[int, str]:
-        """Refuse whole weights if they leave too little KV for what the node has promised."""
-        blocks = min(engine.shares.blocks[WHOLE] for engine in self._engines)
-        held, longest = self._capacity.longest_with(blocks), self._capacity.longest
-        if held < longest:
-            return 409, (
-                f"share_weights 1 leaves {blocks} KV blocks on each engine, which hold requests of "
-                f"{held} tokens, and requests may have {longest}"
-            )
-        for core in self._books.requests.cores.values():
-            for request in core.requests.values():
-                if not self._capacity.can_hold_with(blocks, core.unit, request.seen):
-                    return 409, (
-                        f"share_weights 1 leaves {blocks} KV blocks on each engine, too few for a "
-                        f"request that runs on unit {list(core.unit.engines)}"
-                    )
-        return 200, ""
+        return self._checks.refusal(level, self.level)
 
     # --- start --------------------------------------------------------------------------------
 
@@ -201,64 +171,70 @@ class MemoryChanges:
         """
         decides = message.share_weights == m.POLICY_DECIDES
         self.is_held = not (decides and self._env.config.move_memory)
-        before = self.share
-        self.share = self.share if decides else message.share_weights
+        before = self.level
+        self.level = before if decides else Level(message.share_weights, message.stages)
         self._begin(MANUAL, before, (peer, message.call))
 
-    def start_for_policy(self, share: int, reason: str) -> None:
+    def start_for_policy(self, level: Level, reason: str) -> None:
         """Start a change that the policy asked for, if it is possible; no operation may be running.
 
         Args:
-            share: the level.
+            level: the level.
             reason: see ``Plan.share_reason``.
         """
-        if share != self.share and self.is_free and self.refusal(share) == (200, ""):
-            self.share, before = share, self.share
+        if level != self.level and self.is_free and self.refusal(level) == (200, ""):
+            self.level, before = level, self.level
             self._begin(reason, before)
 
     def tick_idle(self) -> None:
         """Let engines follow that have come back at another level; no operation is running."""
         if self._behind() and self._env.clock() >= self._retry_at:
-            self._begin(REJOIN, self.share)
+            self._begin(REJOIN, self.level)
 
     def _behind(self) -> list[int]:
         """Return the engines that serve at another level than the node's."""
-        if self._most == WHOLE:
+        if self._start == WHOLE:
             return []
         serving = sorted(self._engines.in_state(EngineState.SERVING))
         found = (self._engines[number] for number in serving)
-        return [e.number for e in found if e.share != self.share and not e.shares.fixed]
+        return [e.number for e in found if e.level != self.level and self.level in e.shares.blocks]
 
     def greet(self, engine: int) -> None:
         """Give an engine that comes back no requests that it could not hold at the node's level."""
-        if self.share != self._most:
-            self._resize([engine], self.share)
+        if self.level != self._start:
+            self._resize([engine], self.level)
 
     def _begin(
         self,
         reason: str,
-        otherwise: int,
+        otherwise: Level,
         caller: tuple[str, int] | None = None,
     ) -> None:
-        epoch, now, share = self._books.units.next_epoch(), self._env.clock(), self.share
+        epoch, now, goal = self._books.units.next_epoch(), self._env.clock(), self.level
         behind, unit_of = self._behind(), self._books.units.unit_of
         # The leader of a group has all members do it; those at that level have nothing to do.
         engines = sorted({member for engine in behind for member in unit_of(engine).engines})
-        before = self._most if share == WHOLE else WHOLE
-        change = Change(epoch, share, before, otherwise, engines, set(engines), reason, now, caller)
-        self._change = change
-        if share == WHOLE:
-            # Nothing may start from now on that would not fit later.
-            self._resize(engines, share)
-            self._give_up()
-            self._enter(change, Stage.CLOSING)
+        left = {self._engines[number].level for number in engines} - {goal}
+        leads_over_start = not left <= {self._start}
+        if leads_over_start:
+            otherwise, before = self._start, slowest(left - {self._start})
         else:
-            self._enter(change, Stage.USING)
+            before = self._start if left else goal
+        level = self._start if leads_over_start else goal
+        change = Change(
+            epoch, level, goal, before, otherwise, engines, set(engines), reason, now, caller
+        )
+        self._change = change
+        if goal != self._start:
+            # Nothing may start from now on that would not fit later.
+            self._resize(engines, goal, grow=False)
+            self._give_up()
+        self._enter(change, Stage.USING if level == self._start else Stage.CLOSING)
 
-    def _resize(self, engines: Iterable[int], share: int) -> None:
+    def _resize(self, engines: Iterable[int], level: Level, *, grow: bool = True) -> None:
         for number in engines:
-            blocks = self._engines[number].shares.blocks.get(share)
-            if blocks is not None:
+            blocks = self._engines[number].shares.blocks.get(level)
+            if blocks is not None and (grow or blocks < self._engines.num_blocks(number)):
                 self._engines.resize(number, blocks)
         self._capacity.resized()
 
@@ -279,14 +255,16 @@ class MemoryChanges:
 
     def _message(self, change: Change, engine: int) -> m.ToMemory:
         epoch, unit = change.epoch, self._books.units.unit_of(engine)
-        blocks = self._engines[engine].shares.blocks[WHOLE]
+        blocks = self._engines[engine].shares.blocks[change.level]
         match change.stage:
             case Stage.CLOSING:
                 return m.CloseBlocks(epoch, blocks)
             case Stage.FILLING:
-                return m.FillWeights(epoch, unit, blocks)
+                # Its leader has all members do it, and none may use a block that another lends.
+                blocks = self._checks.blocks(change.level, unit.engines)
+                return m.FillWeights(epoch, unit, blocks, change.level)
             case Stage.USING:
-                return m.UseWeights(epoch, unit, change.share)
+                return m.UseWeights(epoch, unit, change.level)
             case Stage.OPENING:
                 return m.OpenBlocks(epoch)
 
@@ -306,7 +284,7 @@ class MemoryChanges:
             case m.WeightsUsed(weight_bytes=weight_bytes):
                 for engine, size in weight_bytes.items():
                     if engine in change.left:
-                        self._engines.share(engine, change.share, size)
+                        self._engines.have_level(engine, change.level, size)
         self._go_on(change)
         return True
 
@@ -324,13 +302,18 @@ class MemoryChanges:
                 self._undo(change, change.error, 500)
             case Stage.FILLING:
                 self._enter(change, Stage.USING)
-            case Stage.USING if change.share != WHOLE:
+            case Stage.USING if change.level == self._start:
                 self._enter(change, Stage.OPENING)
+            case Stage.OPENING if change.goal != self._start:
+                change.level = change.goal
+                self._resize(change.left, change.goal)
+                self._enter(change, Stage.CLOSING)
             case _:
                 self._end(change)
 
     def _undo(self, change: Change, error: str, status: int) -> None:
-        change.error, change.status, change.share = error, status, change.before
+        change.error, change.status = error, status
+        change.level = change.goal = self._start
         self._enter(change, Stage.USING)
 
     def _end(self, change: Change) -> None:
@@ -339,10 +322,10 @@ class MemoryChanges:
             change.error, change.status = f"engines {change.engines} are lost", 503
         if change.error is not None:
             self._retry_at = self._env.clock() + RETRY_SECONDS
-            self.share = change.otherwise
-        self._resize(change.left, self.share)
+            self.level = change.otherwise
+        self._resize(change.left, self.level)
         for follow in self._followers:
-            follow(self.share)
+            follow(self.level)
         self._report(change)
 
     # --- failures -----------------------------------------------------------------------------
@@ -378,8 +361,10 @@ class MemoryChanges:
             epoch=change.epoch,
             at=self._env.wall() - (now - change.began),
             engines=change.engines,
-            before=change.before,
-            after=change.share,
+            before=change.before.share,
+            after=change.goal.share,
+            before_stages=change.before.stages,
+            after_stages=change.goal.stages,
             num_blocks=min(map(self._engines.num_blocks, change.engines), default=0),
             preempted=change.preempted,
             duration_seconds=now - change.began,

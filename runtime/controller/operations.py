@@ -10,6 +10,7 @@ death may concern any of the operations, so each is told of it.
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
+from shoal.policies.values.level import Level
 from shoal.runtime.controller.books.audit import Audit
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
@@ -38,7 +39,7 @@ class Operations:
         losses: removes dead engines, and what depends on them, from the books.
         greet: tells an engine what engines must know about the node.
         give_up: ends the requests that the node can no longer hold.
-        share_followers: called with every new share level of the node.
+        share_followers: called with every new level of memory of the node.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Operations:
         *,
         greet: Callable[[int], None],
         give_up: Callable[[], None],
-        share_followers: Sequence[Callable[[int], None]],
+        share_followers: Sequence[Callable[[Level], None]],
     ) -> None:
         self.switches = Switches(env, books, capacity, carries, lose=self.lose)
         self.memory = MemoryChanges(

@@ -1,7 +1,6 @@
-"""What the policy is told of share levels: how many engines may share weights, and what follows."""
+"""What the policy is told of levels of memory: which there are, and what would follow."""
 
-from dataclasses import replace
-
+from shoal.policies.values.level import Level
 from shoal.policies.values.snapshot import ShareLevel
 from shoal.runtime.clock import Clock
 from shoal.runtime.controller.books.capacity import Capacity
@@ -39,14 +38,14 @@ class ShareLevels:
             return ()
         if self._looked_at is None or now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
-            found = (self._level(share, blocks) for share, blocks in memory.offers().items())
+            found = (self._level(level, blocks) for level, blocks in memory.offers().items())
             self._found = tuple(level for level in found if level is not None)
-        return tuple(level for level in self._found if level.share != memory.share)
+        return tuple(level for level in self._found if level.level != memory.level)
 
-    def _level(self, share: int, blocks: int) -> ShareLevel | None:
+    def _level(self, level: Level, blocks: int) -> ShareLevel | None:
         model = self._capacity.costs.model
         if model is None:
             return None
         layouts = self._capacity.layouts_with(blocks)
-        above = self._shifting.sp_above_with(share)
-        return ShareLevel(share, layouts, replace(model, share_weights=share), above)
+        above = self._shifting.sp_above_with(level)
+        return ShareLevel(level.share, layouts, model.at(level), above, level.stages)

@@ -191,15 +191,15 @@ class ControlClient:
         """
         return await self._call(LayoutView, lambda call: SetShiftThreshold(call, threshold))
 
-    async def change_memory(self, share_weights: int) -> MemoryView:
-        """Change how many engines share weights, and return the finished change.
+    async def change_memory(self, share_weights: int, stages: int = 1) -> MemoryView:
+        """Change the level of memory (``policies.values.level``); return the finished change.
 
         Raises:
             CallError: the node cannot have this level, or the change failed.
         """
         done = await self._call(
             MemoryChanged,
-            lambda call: ChangeMemory(call, share_weights, timeout_seconds=MEMORY_SECONDS),
+            lambda call: ChangeMemory(call, share_weights, stages, MEMORY_SECONDS),
             MEMORY_SECONDS,
         )
         return done.change

@@ -13,6 +13,7 @@ from typing import Generic, Protocol, Self, TypeVar
 import msgspec
 
 from shoal.policies.values.layouts import Unit
+from shoal.policies.values.level import WHOLE, Level
 from shoal.policies.values.partition import Partition, units_of
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.controller.loop import Controller
@@ -173,7 +174,8 @@ class _Simulation(Generic[Asked]):
             config, self._network.controller, clock=self._clock, wall=self._clock
         )
         devices = Devices()
-        times = {share: node.step_times(share) for share in (1, node.share_weights)}
+        levels = (WHOLE, Level(node.share_weights))
+        times = {level: node.step_times(level.share) for level in levels}
         hops = cost_model(node.shape, node.hardware).hop_seconds
         self._processes: dict[int, Controller | Agent] = {CONTROLLER: self._controller}
         for engine in range(node.engines):
@@ -181,7 +183,7 @@ class _Simulation(Generic[Asked]):
                 config,
                 engine,
                 clock=self._clock,
-                share_times=times,
+                level_times=times,
                 hop_times=hops,
                 devices=devices,
                 on_start=self._started,

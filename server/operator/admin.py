@@ -5,7 +5,15 @@ from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 
@@ -82,10 +90,20 @@ class ShiftRequest(_Body):
 
 
 class MemoryRequest(_Body):
-    """Body of ``POST /admin/memory``: how many engines share weights; ``auto``: ask the policy."""
+    """Body of ``POST /admin/memory``: a level of memory; ``auto``: ask the policy, without stages.
+
+    The controller refuses levels that the node cannot have.
+    """
 
     share_weights: Annotated[int, Field(ge=1, lt=1 << 31)] | Literal["auto"]
-    """The controller refuses levels that the node cannot have."""
+    stages: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
+
+    @field_validator("stages")
+    @classmethod
+    def _without_auto(cls, stages: int, info: ValidationInfo) -> int:
+        if info.data.get("share_weights") == "auto":
+            raise ValueError("goes with a number in share_weights, not with auto")
+        return stages
 
 
 class _JsonRoute(DecodedBodyRoute):
@@ -161,8 +179,8 @@ async def set_shift(wanted: ShiftRequest, control: Control) -> ShiftView:
 @router.post("/memory", response_model=MemoryAnswer, responses=refusals(400, 409, 500))
 async def change_memory(wanted: MemoryRequest, control: Control) -> MemoryView:
     """Move memory between weights and KV, and answer when that is done."""
-    share = wanted.share_weights
-    return await control.change_memory(POLICY_DECIDES if share == "auto" else share)
+    share, stages = wanted.share_weights, wanted.stages
+    return await control.change_memory(POLICY_DECIDES if share == "auto" else share, stages)
 
 
 @router.post("/audit")

@@ -55,6 +55,7 @@ class EngineAnswer(_Answer):
     lent_blocks: dict[str, int]
     weight_bytes: int
     share_weights: int
+    share_stages: int
 
 
 class UnavailableAnswer(_Answer):
@@ -118,7 +119,9 @@ class MemoryAnswer(_Answer):
     at: float
     engines: list[int]
     before: int
+    before_stages: int
     after: int
+    after_stages: int
     num_blocks: int
     preempted: int
     duration_seconds: float
@@ -140,6 +143,7 @@ class LayoutAnswer(_Answer):
     unavailable: list[UnavailableAnswer]
     shift: ShiftAnswer
     share_weights: int
+    share_stages: int
     share_decided_by: str
     hidden_above: dict[str, int]
     memory_changes: list[MemoryAnswer]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.level import Level
 from shoal.runtime.controller.books.carry_book import CarryBook
 from shoal.runtime.controller.books.engine_book import EngineBook
 from shoal.runtime.controller.books.environment import Environment
@@ -38,8 +39,8 @@ class Books:
 def open_books(env: Environment) -> Books:
     """Return the books of a node whose engines have not started yet."""
     config = env.config
-    returns, share = config.restart_limit > 0, config.share_weights
-    engines = EngineBook(config.engines, returns=returns, share=share)
+    returns, level = config.restart_limit > 0, Level(config.share_weights)
+    engines = EngineBook(config.engines, returns=returns, level=level)
     units = UnitBook(config.engines)
     leases = Leases(engines, units, env.transport)
     prefixes = PrefixBook(lambda unit: _tokens_of(books, unit))

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 import msgspec
 
 from shoal.policies.values.layouts import Layout, Unit
+from shoal.policies.values.level import WHOLE, Level
 from shoal.runtime.protocol import messages as m
 
 
@@ -33,14 +34,14 @@ class Engine(msgspec.Struct, frozen=True):
     """Whether it is restarted after its death."""
     drained: bool = False
     """Whether an operator has taken it out; its death and return change nothing about that."""
-    share: int = 1
-    """How many engines it shares weights with, itself included."""
+    level: Level = WHOLE
+    """Its level of memory."""
     weight_bytes: int = 0
     """Weights in its own memory."""
 
     @property
     def shares(self) -> m.Shares:
-        """The share levels that it can have."""
+        """The levels that it can have."""
         return m.Shares() if self.ready is None else self.ready.shares
 
     @property
@@ -61,12 +62,12 @@ class EngineBook:
     Args:
         engines: number of engines.
         returns: whether engines are restarted after their death.
-        share: how many engines share weights at their start.
+        level: their level of memory at their start.
     """
 
-    def __init__(self, engines: int, *, returns: bool = False, share: int = 1) -> None:
-        self._engines = [Engine(n, returns=returns, share=share) for n in range(engines)]
-        self._share = share
+    def __init__(self, engines: int, *, returns: bool = False, level: Level = WHOLE) -> None:
+        self._engines = [Engine(n, returns=returns, level=level) for n in range(engines)]
+        self._level = level
         self._ready: dict[int, m.EngineReady] = {}
         """What each engine said when it was ready last; ``Engine.ready`` has what is left of it."""
         self._formed_of: dict[Unit, tuple[int, ...]] = {}
@@ -119,7 +120,7 @@ class EngineBook:
             ready=ready,
             state=EngineState.SERVING,
             reason=None,
-            share=self._share,
+            level=self._level,
             weight_bytes=ready.startup.weight_bytes,
         )
 
@@ -139,9 +140,9 @@ class EngineBook:
         smaller = msgspec.structs.replace(said, num_blocks=blocks, layouts=layouts)
         self._set(engine, ready=said if blocks == said.num_blocks else smaller)
 
-    def share(self, engine: int, share: int, weight_bytes: int) -> None:
-        """Note with how many engines an engine shares weights, and what they take there."""
-        self._set(engine, share=share, weight_bytes=weight_bytes)
+    def have_level(self, engine: int, level: Level, weight_bytes: int) -> None:
+        """Note which level of memory an engine has, and what weights take there."""
+        self._set(engine, level=level, weight_bytes=weight_bytes)
 
     def silence(self, engines: Iterable[int], reason: str) -> None:
         """Note that engines do not answer."""

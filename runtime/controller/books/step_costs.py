@@ -6,6 +6,7 @@ from shoal.policies.cost.correction import Correction
 from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Unit
+from shoal.policies.values.level import Level, slowest
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.core_book import CoreBook, steps_between
@@ -50,10 +51,10 @@ class StepCosts:
             launched = replace(self.model.hardware, tp_layer_host_seconds=0.0)
             self.model = replace(self.model, hardware=launched)
 
-    def share_weights(self, share: int) -> None:
-        """Take note that so many engines share weights, on which step times depend."""
+    def have_level(self, level: Level) -> None:
+        """Take note of the node's level of memory, on which step times depend."""
         if self.model is not None:
-            self.model = replace(self.model, share_weights=share)
+            self.model = self.model.at(level)
 
     def portable_tokens(self, unit: Unit, room: int) -> int:
         """Return how many cached tokens of ended requests a switch takes along from a unit.
@@ -91,10 +92,9 @@ class StepCosts:
         A step waits for the member that reads most weights from others.
         """
         assert self.model is not None
-        level = self.model.share_weights
-        there = replace(self.model, share_weights=max(self._engines[e].share for e in unit.engines))
-        seen = there.observe(unit.layout, mean, seconds, mode)
-        self.model = replace(seen, share_weights=level)
+        level = self.model.level
+        there = self.model.at(slowest(self._engines[engine].level for engine in unit.engines))
+        self.model = there.observe(unit.layout, mean, seconds, mode).at(level)
 
     def _begins(self, core: CoreBook, load: m.Load) -> bool:
         """Return whether a report has the first steps of a unit that a switch has made.

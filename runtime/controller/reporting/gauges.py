@@ -9,6 +9,7 @@ from shoal.policies.values.layouts import DP, Unit, alone, tier_of
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.engine_book import EngineState
+from shoal.runtime.controller.level_checks import levels_of
 from shoal.runtime.protocol.messages import Load, Mode, SpExchange, Work
 from shoal.runtime.protocol.messages.metrics import (
     PRIORITY_CLASSES,
@@ -108,11 +109,12 @@ class Gauges:
         )
         yield gauge(
             "shoal_engine_weight_bytes",
-            "Weights in the engine's own memory, by how many engines share weights now.",
-            ("engine", "shared_by"),
+            "Weights in the engine's own memory, by its level of memory.",
+            ("engine", "shared_by", "stages"),
             {
-                (str(engine.number), str(level)): engine.weight_bytes * (engine.share == level)
-                for level in sorted({1, self.config.share_weights})
+                (str(engine.number), *map(str, level)): engine.weight_bytes
+                * (engine.level == level)
+                for level in levels_of(self.config)
                 for engine in self.books.engines
             },
         )

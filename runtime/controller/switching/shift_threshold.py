@@ -1,12 +1,12 @@
 """The node's threshold for SP, which every engine is told: larger steps run in SP."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 
 from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.shift import ShiftThreshold, ShiftThresholdError, tokens_for
 from shoal.policies.values.layouts import Layout
+from shoal.policies.values.level import Level
 from shoal.policies.values.plan import Policy
 from shoal.runtime.controller.books.engine_book import EngineBook, EngineState
 from shoal.runtime.controller.books.environment import Environment
@@ -51,10 +51,10 @@ class Shifting:
         self._shifts = policy.shifts
         self._tell_all()
 
-    def share_weights(self, share: int) -> None:
-        """Take note that so many engines share weights: steps in SP may read some of others."""
+    def have_level(self, level: Level) -> None:
+        """Take note of the node's level of memory: steps in SP may read weights of others."""
         if self._model is not None:
-            self._model = replace(self._model, share_weights=share)
+            self._model = self._model.at(level)
             self._take(self._threshold)
             self._tell_all()
 
@@ -84,11 +84,11 @@ class Shifting:
         """See ``Snapshot.sp_above``."""
         return self._above(self._wanted)
 
-    def sp_above_with(self, share: int) -> tuple[tuple[Layout, int], ...]:
-        """Return what it would be if so many engines shared weights."""
+    def sp_above_with(self, level: Level) -> tuple[tuple[Layout, int], ...]:
+        """Return what it would be at another level of memory."""
         if self._model is None:
             return self.sp_above
-        model = replace(self._model, share_weights=share)
+        model = self._model.at(level)
         return self._above(self._tokens_for(self._threshold, model) if self._shifts else {})
 
     def _above(self, wanted: Mapping[Layout, int]) -> tuple[tuple[Layout, int], ...]:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from shoal.policies.values.layouts import Unit
+from shoal.policies.values.level import Level
 from shoal.runtime.engine.agent.copies_ahead import CopiesAhead
 from shoal.runtime.engine.agent.results import (
     Adoption,
@@ -373,7 +374,7 @@ class EngineBackend(Protocol):
         Collective over the members. Done when this engine's runner takes instructions again.
         """
 
-    def fill_weights(self, unit: Unit, blocks: int) -> "Future[str]":
+    def fill_weights(self, unit: Unit, blocks: int, level: Level) -> "Future[str]":
         """Have the unit's runners give up the memory of KV blocks, and copy their peers' weights.
 
         Steps go on meanwhile. The future yields "", or why the copies cannot be used.
@@ -381,16 +382,18 @@ class EngineBackend(Protocol):
         Args:
             unit: this engine's unit, which it leads.
             blocks: the KV blocks whose ids are above this number are given up.
+            level: what engines have whole at this level is copied.
         """
 
-    def use_weights(self, unit: Unit, share: int) -> "Future[dict[int, int]]":
-        """Have the unit's runners share weights with so many engines, after the steps in flight.
+    def use_weights(self, unit: Unit, level: Level) -> "Future[dict[int, int]]":
+        """Have the unit's runners go on at a level of memory, after the steps in flight.
 
         The future yields the bytes of weights in the memory of each member.
 
         Args:
             unit: see ``fill_weights``.
-            share: 1: they use the copies. Otherwise these are given back, and KV has its memory.
+            level: at that of the start copies are given back, and KV has its memory. At others they
+                are used; they have been made for this level.
         """
 
     def utility(self, frames: Sequence[Any]) -> Sequence[Any]:

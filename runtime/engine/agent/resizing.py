@@ -98,18 +98,18 @@ class Resizing:
                 self._holders.clear()
                 backend.own.restore()
                 self._transport.to_controller(m.BlocksOpened(epoch, backend.engine))
-            case m.FillWeights(epoch, unit, blocks):
+            case m.FillWeights(epoch, unit, blocks, level):
                 self._closing = None  # all engines have given up their blocks
                 self._holders.clear()
                 self._watch.expect_delay(unit)
                 if unit.leader == backend.engine:
-                    self._task = _Task(message, backend.fill_weights(unit, blocks))
+                    self._task = _Task(message, backend.fill_weights(unit, blocks, level))
                 else:
                     self._transport.to_controller(m.WeightsFilled(epoch, backend.engine))
-            case m.UseWeights(epoch, unit, share):
+            case m.UseWeights(epoch, unit, level):
                 self._watch.expect_delay(unit)
                 if unit.leader == backend.engine:
-                    self._task = _Task(message, backend.use_weights(unit, share))
+                    self._task = _Task(message, backend.use_weights(unit, level))
                 else:
                     self._transport.to_controller(m.WeightsUsed(epoch, backend.engine, {}))
 

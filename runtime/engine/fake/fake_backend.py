@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from shoal.policies.values.layouts import DP, Layout, Unit
+from shoal.policies.values.level import WHOLE, Level
 from shoal.runtime.clock import Clock, monotonic
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
@@ -46,7 +47,7 @@ class FakeBackend:
         clock: seconds; steps take their time on it.
         faults: damage on purpose.
         step_times: how long steps take; None: the settings say it.
-        share_times: the same by how many engines share weights, where this matters.
+        level_times: the same by the unit's level of memory, where this matters.
         hop_times: which part of that is the way from stage to stage.
         devices: the node's, if engines share a process.
         on_start: see ``Surroundings``.
@@ -61,7 +62,7 @@ class FakeBackend:
         clock: Clock = monotonic,
         faults: Faults = NO_FAULTS,
         step_times: StepTimes | None = None,
-        share_times: Mapping[int, StepTimes] | None = None,
+        level_times: Mapping[Level, StepTimes] | None = None,
         hop_times: HopTimes = no_hops,
         devices: Devices | None = None,
         on_start: OnStart | None = None,
@@ -69,11 +70,12 @@ class FakeBackend:
         settings = config.fake or FakeSettings()
         self._devices = devices or Devices()
         self._devices.renew(engine)
-        self._devices.share_weights([engine], config.share_weights)
+        self._start = Level(config.share_weights)
+        self._devices.have_level([engine], self._start)
         self._clock = clock
         self.faults = faults
         self._any_times = step_times or constant(settings.step_seconds)
-        self._share_times = share_times or {}
+        self._level_times = level_times or {}
         self._surroundings = Surroundings(
             settings=settings,
             step_times=self._step_times,
@@ -93,9 +95,9 @@ class FakeBackend:
         self.formed: list[tuple[Unit, int]] = []
         """Groups that this engine was told to form anew, and how often they were made before."""
         self._settings = settings
-        self.filled = False
-        """Whether there are copies of what peers keep."""
-        self.shares = _shares(settings, config.share_weights)
+        self.filled: Level | None = None
+        """The level for which there are copies of what peers keep."""
+        self.shares = _shares(settings, config)
         self.own = FakeOwnCore(engine, self._limits[DP], self._surroundings)
         self.tier_blocks = settings.tier_blocks
         self._tiers = [FakeTierCore(engine, self._surroundings)] if settings.tier_blocks else []
@@ -105,7 +107,7 @@ class FakeBackend:
                 self._open_group(unit)
 
     def _step_times(self, unit: Unit) -> StepTimes:
-        return self._share_times.get(self._devices.share(unit), self._any_times)
+        return self._level_times.get(self._devices.level(unit), self._any_times)
 
     def _lead(self, groups: Mapping[Unit, FakeGroupCore]) -> None:
         self.groups = groups
@@ -139,23 +141,24 @@ class FakeBackend:
             self._open_group(unit)
         return _done(None)
 
-    def fill_weights(self, unit: Unit, blocks: int) -> "Future[str]":
+    def fill_weights(self, unit: Unit, blocks: int, level: Level) -> "Future[str]":
         """See ``EngineBackend.fill_weights``."""
         self.faults.strike(Seam.FILL)
-        self.filled = True
+        assert self.filled in (None, level), "memory is lent for another level"
+        self.filled = level
         error = "a copy was damaged on purpose" if self.faults.wrong_copy else ""
         return _Later(error, self._clock() + self._settings.fill_seconds, self._clock)
 
-    def use_weights(self, unit: Unit, share: int) -> "Future[dict[int, int]]":
+    def use_weights(self, unit: Unit, level: Level) -> "Future[dict[int, int]]":
         """See ``EngineBackend.use_weights``."""
         self.faults.strike(Seam.USE)
-        assert share > 1 or self.filled, "there are no copies"
-        self.filled = self.filled and share == 1
+        assert level in (self._start, self.filled), "there are no such copies"
+        self.filled = None if level == self._start else level
         now, move = self._clock(), DeviceStep(seconds=self._settings.use_seconds)
         self._devices.cut(unit, now)
         self._devices.queue(unit, move, now)
-        self._devices.share_weights(unit.engines, share)
-        used = dict.fromkeys(unit.engines, WHOLE_BYTES // share)
+        self._devices.have_level(unit.engines, level)
+        used = dict.fromkeys(unit.engines, weight_bytes(level))
         return _Later(used, move.due, self._clock)
 
     # --- the rest -----------------------------------------------------------------------------
@@ -221,12 +224,21 @@ WHOLE_BYTES = 1 << 20
 """What weights take that are not shared."""
 
 
-def _shares(settings: FakeSettings, share: int) -> Shares:
-    if share == 1:
+def weight_bytes(level: Level) -> int:
+    """Return the bytes of weights of an engine at a level of memory."""
+    part = WHOLE_BYTES // level.share
+    return part if level.stages == 1 else part + (WHOLE_BYTES - part) // level.stages
+
+
+def _shares(settings: FakeSettings, config: NodeConfig) -> Shares:
+    start, fixed = Level(config.share_weights), "this fake engine cannot have whole weights"
+    if start == WHOLE:
         return Shares()
-    if not settings.whole_blocks:
-        return Shares(fixed="this fake engine cannot have whole weights")
-    return Shares({1: settings.whole_blocks, share: settings.num_blocks})
+    blocks = {start: settings.num_blocks}
+    blocks |= {Level(start.share, pp): left for pp, left in settings.stage_blocks.items()}
+    if settings.whole_blocks:
+        blocks[WHOLE] = settings.whole_blocks
+    return Shares(blocks, fixed)
 
 
 def _limits(settings: FakeSettings, layout: Layout, config: NodeConfig) -> LayoutLimits:

@@ -9,6 +9,7 @@ import msgspec
 from shoal.policies.cost.cost_model import stage_seconds
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout, Unit
+from shoal.policies.values.level import WHOLE, Level, slowest
 from shoal.runtime.engine.fake.fake_kv import KvMemory
 from shoal.runtime.protocol.messages import Work
 
@@ -77,16 +78,16 @@ class Devices:
         self._latest: dict[Unit, DeviceStep] = {}
         self._link_free_at: dict[int, float] = {}
         """When what is sent to a stage has arrived, by its first engine."""
-        self._shares: dict[int, int] = {}
-        """How many engines share the weights of each."""
+        self._levels: dict[int, Level] = {}
+        """The level of memory of each engine."""
 
-    def share_weights(self, engines: Iterable[int], share: int) -> None:
-        """Take note that the weights of engines are shared by so many from now on."""
-        self._shares.update(dict.fromkeys(engines, share))
+    def have_level(self, engines: Iterable[int], level: Level) -> None:
+        """Take note that engines have another level of memory from now on."""
+        self._levels.update(dict.fromkeys(engines, level))
 
-    def share(self, unit: Unit) -> int:
-        """Return by how many engines a unit's weights are shared: those of its slowest member."""
-        return max(self._shares.get(engine, 1) for engine in unit.engines)
+    def level(self, unit: Unit) -> Level:
+        """Return the level of memory of a unit's slowest member."""
+        return slowest(self._levels.get(engine, WHOLE) for engine in unit.engines)
 
     def queue(self, unit: Unit, step: DeviceStep, now: float) -> None:
         """Queue a step: it starts when the unit's devices are free.

@@ -26,6 +26,35 @@ class Loan(NamedTuple):
         return [end - begin for begin, end in pairwise(edges)]
 
 
+def taken(ranges: Sequence[Range], sizes: Sequence[int]) -> list[Range] | None:
+    """Return which ranges of a loan smaller pieces take: the last ones of their sizes.
+
+    So what is lent is at the end of the loan, and few blocks lose it.
+
+    Args:
+        ranges: of the loan, ascending.
+        sizes: of the pieces that are wanted, each as large as a range.
+
+    Returns:
+        The range of each piece; None: the loan has not so many.
+    """
+    left: dict[int, list[Range]] = {}
+    for begin, end in ranges:
+        left.setdefault(end - begin, []).append((begin, end))
+    if any(sizes.count(size) > len(left.get(size, ())) for size in set(sizes)):
+        return None
+    return [left[size].pop() for size in reversed(sizes)][::-1]
+
+
+def blocks_beside(config: Any, ranges: Sequence[Range]) -> int:
+    """Return how many first blocks have no memory in some ranges, vLLM's null block included."""
+    blocks = int(config.num_blocks)
+    for base, after in _kept(config, 1):
+        begins = [begin for begin, end in ranges if end > base]
+        blocks = min([blocks, *(max(0, begin - base) // (after - base) for begin in begins)])
+    return blocks
+
+
 def find_loan(config: Any, sizes: Sequence[int], page: int) -> Loan | None:
     """Return the loan that leaves KV the most blocks; None: it leaves no block.
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
-from shoal.runtime.engine.kv.backing import Loan, find_loan
+from shoal.runtime.engine.kv.backing import Loan, Range, blocks_beside, find_loan, taken
 from shoal.runtime.engine.kv.kv_memory import Handle, KvMemory, kv_memory
 from shoal.runtime.engine.weights.sharing.descriptors import KV, Descriptors
 from shoal.runtime.engine.weights.sharing.device_pages import DevicePages, ImportedPieces
@@ -30,7 +30,9 @@ class KvLender:
         self._engine, self._pages = engine, pages
         self._descriptors, self._weights = descriptors, weights
         self.loan: Loan | None = None
-        """None: the KV cache is too small, or not there yet."""
+        """For all weights, or for the largest stage for which there is enough memory. None: the KV
+        cache is too small, or not there yet."""
+        self._config: Any = None
 
     def memory(self, name: str, device: torch.device, config: Any) -> KvMemory:
         """Return the memory of a buffer; this finds the loan.
@@ -40,15 +42,36 @@ class KvLender:
             device: the engine's.
             config: vLLM's ``KVCacheConfig``; all weights are known.
         """
-        self.loan = find_loan(config, self._weights.moving_bytes, self._pages.page)
+        self._config = config
+        for stages in (1, *sorted(self._weights.stages)):
+            self.loan = find_loan(config, self._weights.moving_bytes(stages), self._pages.page)
+            if self.loan is not None:
+                break
         if self.loan is None or not isinstance(self._pages, DevicePages):
             return kv_memory(name, device)
         return PiecesMemory(self._engine, self._pages, self._descriptors, self.loan)
 
-    def lent(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return what is lent of the buffer, uint8, for each weight."""
-        assert self.loan is not None, "the share level is fixed"
-        return [buffer[begin:end].view(torch.uint8) for begin, end in self.loan.ranges]
+    def _ranges(self, stages: int) -> list[Range] | None:
+        loan, sizes = self.loan, self._weights.moving_bytes(stages)
+        return None if loan is None else taken(loan.ranges, sizes)
+
+    def blocks(self, stages: int = 1) -> int:
+        """Return how many first blocks stay, the null block included, if weights have memory.
+
+        Args:
+            stages: see ``WholeWeights.moving_bytes``.
+
+        Returns:
+            The blocks; 0: there is not enough memory.
+        """
+        ranges = self._ranges(stages)
+        return 0 if ranges is None else blocks_beside(self._config, ranges)
+
+    def lent(self, buffer: torch.Tensor, stages: int = 1) -> list[torch.Tensor]:
+        """Return what is lent of the buffer, uint8, for each weight of a stage."""
+        ranges = self._ranges(stages)
+        assert ranges is not None, "there is not enough memory for these weights"
+        return [buffer[begin:end].view(torch.uint8) for begin, end in ranges]
 
 
 class PiecesMemory:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from shoal.policies.values.layouts import Layout, Unit
+from shoal.policies.values.level import Level
 from shoal.runtime.protocol.messages import Mode
 
 STARTUP_PHASES = "startup_phases"
@@ -24,7 +25,7 @@ SP_EXCHANGES = "sp_exchanges"
 WEIGHT_BYTES = "weight_bytes"
 """The same for the bytes of weights in the engine's own memory."""
 SHARES = "shares"
-"""The same for the share levels that the engine can have (``messages.Shares``)."""
+"""The same for the levels of memory that the engine can have (``messages.Shares``)."""
 SHARES_KV = "shares_kv"
 """The same for why this runner cannot read the KV of the node's other engines; "" if it can. If it
 cannot, requests that come from other engines have to be computed again."""
@@ -289,18 +290,20 @@ class FillWeights:
 
     seq: int
     blocks: int
+    level: Level
+    """What an engine has whole at this level is copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class UseWeights:
-    """Share weights with so many engines; 1: use the copies that ``FillWeights`` made.
+    """Go on at a level of memory: use the copies that ``FillWeights`` has made for it.
 
-    Otherwise give copies back, and let KV have all its memory. Every member answers with the bytes
-    of weights that it has then in its own memory.
+    At the level of the start, give copies back, and let KV have all its memory. Every member
+    answers with the bytes of weights that it has then in its own memory.
     """
 
     seq: int
-    share: int
+    level: Level
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 from vllm.platforms import current_platform
 
 from shoal.policies.values.layouts import DP
+from shoal.policies.values.level import WHOLE, Level
 from shoal.runtime.clock import Clock
 from shoal.runtime.engine.kv.kv_lender import KvLender
 from shoal.runtime.engine.runner.loading import LayoutLoader
@@ -48,26 +49,30 @@ class MemoryMoves:
         """What the engine says of the levels that it can have."""
         if self._loader.shared is None:
             return Shares()
-        loan = self._lender.loan
-        if loan is None:
-            return Shares(fixed="the memory for KV is smaller than what whole weights need")
-        all_blocks = int(self._loader.workers[DP].model_runner.kv_cache_config.num_blocks)
-        # Without the null block.
-        return Shares({1: loan.blocks - 1, self._share: all_blocks - 1})
+        blocks = {
+            Level(self._share): self._loader.workers[DP].model_runner.kv_cache_config.num_blocks
+        }
+        for stages in (1, *self._shared.whole.stages):
+            left = self._lender.blocks(stages)
+            if left > 1:
+                blocks[WHOLE if stages == 1 else Level(self._share, stages)] = left
+        without_null = {level: int(left) - 1 for level, left in blocks.items()}
+        return Shares(without_null, "the memory for KV is smaller than what these weights need")
 
-    def fill(self, blocks: int) -> Callable[[], str]:
+    def fill(self, blocks: int, level: Level) -> Callable[[], str]:
         """Let weights have the memory of blocks, whose contents nobody needs any more.
 
         Args:
             blocks: those with higher ids have been given up: at least as many as are lent.
+            level: says which weights.
 
         Returns:
             Copies what engines keep, and returns why the copies cannot be used; "": they can.
         """
-        loan = self._lender.loan
-        assert loan is not None, "the share level is fixed"
-        assert blocks < loan.blocks, "weights would have the memory of blocks that are in use"
-        copy = self._shared.fill_whole(self._lender.lent(self._loader.buffer.raw))
+        left = self._lender.blocks(level.stages)
+        assert blocks < left, "weights would have the memory of blocks that are in use"
+        lent = self._lender.lent(self._loader.buffer.raw, level.stages)
+        copy = self._shared.fill_whole(lent, level.stages)
 
         def filled() -> str:
             try:
@@ -87,16 +92,16 @@ class MemoryMoves:
 
         return filled
 
-    def use(self, share: int) -> int:
-        """Share weights with so many engines; return the engine's bytes of weights."""
+    def use(self, level: Level) -> int:
+        """Go on at another level of memory; return the engine's bytes of weights."""
         began = self._clock()
         if current_platform.is_cuda():
             torch.cuda.synchronize()  # as the exchange would: so each is timed by itself
         ended = self._clock()
-        if share == 1:
-            self._shared.be_whole()
-        else:
+        if level == Level(self._share):
             self._shared.be_shared()
+        else:
+            self._shared.be_whole()
         log.info(
             "engine %d exchanged the memory of weights in %.3f s, after it had waited %.3f s for "
             "steps in flight",

@@ -381,11 +381,11 @@ class Runner:
         self._responder.answer(self._worker.unit, start.seq, None)
 
     def _on_fillweights(self, fill: instructions.FillWeights) -> None:
-        copied = self._memory.fill(fill.blocks)
+        copied = self._memory.fill(fill.blocks, fill.level)
         self._beside.answer(self._worker.unit, fill.seq, copied)
 
     def _on_useweights(self, use: instructions.UseWeights) -> None:
-        weight_bytes = self._memory.use(use.share)
+        weight_bytes = self._memory.use(use.level)
         self._responder.answer(self._worker.unit, use.seq, weight_bytes)
 
     def _on_detach(self, detach: instructions.Detach) -> None:

@@ -19,6 +19,7 @@ from vllm.v1.engine import (
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from shoal.policies.values.layouts import DP, Unit, alone
+from shoal.policies.values.level import Level
 from shoal.runtime.config import Addresses, NodeConfig
 from shoal.runtime.engine.agent.agent import serve
 from shoal.runtime.engine.agent.interface import Core
@@ -217,18 +218,18 @@ class VllmBackend:
 
     # --- memory between weights and KV ---
 
-    def fill_weights(self, unit: Unit, blocks: int) -> "Future[str]":
+    def fill_weights(self, unit: Unit, blocks: int, level: Level) -> "Future[str]":
         """See ``interface.EngineBackend.fill_weights``."""
         channel = self._stock[unit].channel
         seq, answers = channel.expect(unit.size)
-        channel.send(instructions.FillWeights(seq, blocks))
+        channel.send(instructions.FillWeights(seq, blocks, level))
         return _of_all(unit, answers, lambda problems: next(filter(None, problems.values()), ""))
 
-    def use_weights(self, unit: Unit, share: int) -> "Future[dict[int, int]]":
+    def use_weights(self, unit: Unit, level: Level) -> "Future[dict[int, int]]":
         """See ``interface.EngineBackend.use_weights``."""
         channel = self._stock[unit].channel
         seq, answers = channel.expect(unit.size)
-        channel.send(instructions.UseWeights(seq, share))
+        channel.send(instructions.UseWeights(seq, level))
         return _of_all(unit, answers, lambda weight_bytes: weight_bytes)
 
     # --- runner ---

@@ -83,9 +83,9 @@ POLICY_DECIDES = 0
 
 
 class ChangeMemory(Message, frozen=True):
-    """Ask for another share level; the answer is ``MemoryChanged`` or ``CallFailed``, at its end.
+    """Ask for another level of memory (``policies.values.level``).
 
-    See ``NodeConfig.share_weights``.
+    The answer comes at its end, and is ``MemoryChanged`` or ``CallFailed``.
     """
 
     call: int
@@ -227,8 +227,10 @@ class LayoutView(Message, frozen=True):
     """Tokens of the longest request that each layout holds; empty until the engines are ready."""
     share_weights: int = 1
     """How many engines share weights now, or will when a change has ended that is under way."""
+    share_stages: int = 1
+    """The other number of this level (``Level.stages``)."""
     share_decided_by: str = "operator"
-    """Who may change this number: ``policy``, or only the ``operator``."""
+    """Who may change the level: ``policy``, or only the ``operator``."""
     hidden_above: dict[str, int] = msgspec.field(default_factory=dict)
     """Layouts whose steps read weights from other engines, each with the tokens of a step from
     which on its computing hides that (``CostModel.hidden_above``)."""

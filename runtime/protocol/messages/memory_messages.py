@@ -1,24 +1,26 @@
 """Messages of a change of memory between weights and KV: engines share weights, or have them whole.
 
-To have whole weights, an engine gives KV blocks up (``CloseBlocks``), copies what its peers keep
-while its steps go on (``FillWeights``), and uses the copies from a safe point on (``UseWeights``).
-To share weights again, it stops using the copies, and has all KV blocks again (``OpenBlocks``).
+To have whole weights, or the layers of a stage whole, an engine gives KV blocks up
+(``CloseBlocks``), copies what its peers keep of them while its steps go on (``FillWeights``), and
+uses the copies from a safe point on (``UseWeights``). To share all weights again, it stops using
+the copies, and has all KV blocks again (``OpenBlocks``).
 All messages carry the epoch of the change; every engine concerned gets each of them.
 """
 
 import msgspec
 
 from shoal.policies.values.layouts import Unit
+from shoal.policies.values.level import WHOLE, Level
 from shoal.runtime.protocol.messages.values import Message
 
 
 class Shares(msgspec.Struct, frozen=True):
-    """What an engine says of the share levels that it can have (``NodeConfig.share_weights``)."""
+    """What an engine says of the levels that it can have (``NodeConfig.share_weights``)."""
 
-    blocks: dict[int, int] = {}
-    """The KV blocks that it has at each level that it can change to."""
+    blocks: dict[Level, int] = {}
+    """The KV blocks that it has at each level, that of its start included."""
     fixed: str = ""
-    """Why it can change to no other level than that of its start, in one line."""
+    """Why it cannot have the levels that are not among these, in one line."""
 
 
 # --- controller -> engine ---------------------------------------------------------------------
@@ -40,24 +42,25 @@ class FillWeights(Message, frozen=True):
     """Give up the closed blocks' memory, and copy what peers keep; answer ``WeightsFilled``.
 
     The leader of ``unit``, which the engine is in, has all members do it; the others answer at
-    once. Steps go on meanwhile.
+    once. Steps go on meanwhile. What is copied is what the engine has whole at ``level``.
     """
 
     epoch: int
     unit: Unit
     blocks: int
+    level: Level = WHOLE
 
 
 class UseWeights(Message, frozen=True):
-    """From the next step on, share weights with so many engines; 1: use the copies.
+    """From the next step on, be at another level of memory.
 
-    See ``FillWeights`` for who does it; the answer is ``WeightsUsed``. If ``share`` is not 1,
-    copies are given back, and KV has all its memory again.
+    See ``FillWeights`` for who does it; the answer is ``WeightsUsed``. At the level of the start
+    copies are given back, and KV has all its memory again. At others the copies are used.
     """
 
     epoch: int
     unit: Unit
-    share: int
+    level: Level
 
 
 class OpenBlocks(Message, frozen=True):

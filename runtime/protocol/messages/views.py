@@ -7,6 +7,7 @@ import msgspec
 
 from shoal.policies.shift import ShiftRule, ShiftThreshold
 from shoal.policies.values.layouts import Engines, Unit
+from shoal.policies.values.level import Level
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -26,6 +27,8 @@ class EngineView(msgspec.Struct, frozen=True):
     """See ``messages.Startup``; 0 until it is ready."""
     share_weights: int = 1
     """How many engines it shares weights with, itself included."""
+    share_stages: int = 1
+    """The stages of the pipeline of whose layers it has those of its own stage whole; 1: none."""
     restarts: int = 0
     """How often it was restarted."""
     reason: str | None = None
@@ -189,14 +192,20 @@ class MemoryView(msgspec.Struct, frozen=True):
     error: str | None = None
     stages: dict[str, float] = {}
     """Seconds of each stage (``memory_changes.Stage``), by its name in small letters."""
+    before_stages: int = 1
+    """The other number of the level that it had (``Level.stages``)."""
+    after_stages: int = 1
+    """The same of the level that it has when it has ended."""
 
     def line(self) -> str:
         """Return the change in one line, for people to read."""
         parts = ", ".join(f"{name} {took * 1e3:.1f}" for name, took in self.stages.items())
         took = f"{self.duration_seconds * 1e3:.1f} ms" + (f" ({parts})" if parts else "")
         end = f"failed after {took}: {self.error}" if self.error else f"took {took}"
+        before = Level(self.before, self.before_stages).name
+        after = Level(self.after, self.after_stages).name
         return (
-            f"memory {self.epoch}: weights shared by {self.before} -> {self.after} on engines "
+            f"memory {self.epoch}: weights shared by {before} -> {after} on engines "
             f"{self.engines} ({self.reason}) {end}; {self.num_blocks} KV blocks each, "
             f"{self.preempted} requests preempted"
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from shoal.policies.registry import POLICIES
+from shoal.policies.values.level import Level
 from shoal.runtime.protocol.messages import LayoutView, NodeMetrics
 from shoal.runtime.protocol.messages.metrics import PRIORITY_CLASSES, Labels
 from shoal.runtime.protocol.messages.views import EngineView, RequestView, SwitchView, UnitView
@@ -183,13 +184,16 @@ def moment(
 def _sharing(layout: LayoutView) -> str:
     if layout.share_weights == 1 and not layout.memory_changes:
         return ""
-    share = layout.share_weights
+    share, stages = layout.share_weights, layout.share_stages
     text = "whole weights" if share == 1 else f"weights shared by {share} engines"
+    text += f", stages of pp{stages} whole" * (stages > 1)
     if not layout.memory_changes:
         return text
     last = layout.memory_changes[-1]
     end = last.error or f"{last.duration_seconds:.1f} s"
-    return f"{text}; last change {last.before} → {last.after} ({last.reason}): {end}"
+    before = Level(last.before, last.before_stages).name
+    after = Level(last.after, last.after_stages).name
+    return f"{text}; last change {before} → {after} ({last.reason}): {end}"
 
 
 def _tokens(counts: Values) -> dict[str, Tokens]:

@@ -11,6 +11,7 @@ from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.static import dispatch_least_loaded
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, alone
+from shoal.policies.values.level import Level
 from shoal.policies.values.plan import Plan, Policy, ShareReason
 from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.config import FakeSettings
@@ -260,7 +261,7 @@ def test_an_engine_that_has_not_followed_teaches_what_its_own_level_takes() -> N
     settings = msgspec.structs.replace(SETTINGS, step_seconds=0.01)
     node = node_of(settings=settings, cost_model=MODEL)
     change(node, 1)
-    node.controller.books.engines.share(0, 2, WHOLE_BYTES)
+    node.controller.books.engines.have_level(0, Level(2), WHOLE_BYTES)
     node.controller._operations.memory._retry_at = math.inf
     assert all(correction.streams for correction in _model_after(node, "early").corrections)
 

@@ -384,12 +384,13 @@ def behind_weights(runner: ProbedRunner) -> int:
 
 def bytes_for_whole_weights(runner: ProbedRunner) -> int:
     """Return how many bytes more whole weights take than shared ones."""
-    return sum(runner._loader.shared.whole.moving_bytes)
+    return sum(runner._loader.shared.whole.moving_bytes())
 
 
 def streams(runner: ProbedRunner) -> bool:
     """Return whether layers are copied into slots."""
-    return bool(runner._loader.shared._slots.streams)
+    slots = runner._loader.shared._slots
+    return not slots.whole.issuperset(slots.copies[DP.tp])
 
 
 def layers_in_slots(runner: ProbedRunner) -> set[int]:
@@ -436,8 +437,8 @@ def note_fills(runner: ProbedRunner) -> list[tuple[int, int]]:
     shared.__dict__.pop("fill_whole", None)
     fill = shared.fill_whole
 
-    def noting(lent: Sequence[torch.Tensor]) -> Callable[[], Filled]:
-        copy = fill(lent)
+    def noting(*args: Any) -> Callable[[], Filled]:
+        copy = fill(*args)
 
         def copied() -> Filled:
             filled = copy()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.level import WHOLE
 from shoal.runtime.engine.weights.sharing.filling import PATIENCE_SECONDS
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
@@ -199,7 +200,7 @@ def test_requests_on_blocks_that_go_are_computed_again(
     node.switch(*([unit] if unit.is_group else []))
     prompts = [[7 + number, *PROMPTS[-1]] for number in range(15)]
     tokens = count * len(prompts[0])
-    left = node.controller.books.engines[0].shares.blocks[1]
+    left = node.controller.books.engines[0].shares.blocks[WHOLE]
     assert tokens > node.controller.books.engines.limits(unit).tokens(left)
     expected = node.generate(unit, prompts, 60)
     running = node.submit(unit, prompts, 60)
@@ -218,7 +219,7 @@ def run_on_blocks_that_go(node: RealNode, unit: Unit) -> dict[str, int]:
         For each request, which of the prompts it has.
     """
     node.switch(*([unit] if unit.is_group else []))
-    left = node.controller.books.engines[0].shares.blocks[1]
+    left = node.controller.books.engines[0].shares.blocks[WHOLE]
     # They hold more blocks than are left, and will not need more than there are.
     first, count = (3, 15) if unit.is_group else (0, 12)
     prompts = [first + number % 3 for number in range(count)]

@@ -359,28 +359,29 @@ class SharedLayers:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def fill_whole(self, lent: Sequence[torch.Tensor]) -> Callable[[], Filled]:
+    def fill_whole(self, lent: Sequence[torch.Tensor], stages: int = 1) -> Callable[[], Filled]:
         """Take memory for copies of what engines keep; see ``WholeWeights.fill``.
 
         Returns:
             Copies, in any thread, and says how; steps that stream take part (``Filling.finish``).
         """
-        filling = self.whole.fill(self.kept.by_place, lent)
+        filling = self.whole.fill(self.kept.by_place, lent, stages)
         if filling is None:
             return partial(Filled, 0, 0, 0.0, 0.0)
         self._slots.keep(filling)
         return partial(filling.finish, self._slots.copier)
 
     def be_whole(self) -> None:
-        """Compute with whole weights from now on; the copies have been made."""
-        self._slots.stop()
+        """Compute with whole weights where there are copies, which have been made, from now on."""
+        self._slots.settle()
         self.whole.use_copies()
+        self._slots.leave_out(self.whole.layers)
 
     def be_shared(self) -> None:
         """Stream from now on what peers keep, and give the memory of all copies of it back."""
         self._slots.keep(None)
         self.whole.use_slots()
-        self._slots.streams = True
+        self._slots.leave_out(())
 
     def stream_in(self, model: nn.Module, layout: Layout) -> None:
         """Have a layout's model stream what its engine does not keep: in layouts with few members.
@@ -405,6 +406,8 @@ class SharedLayers:
         if pp > 1:
             numbers = dict.fromkeys(self._weights[name].layer for name in here)
             self._slots.stages[tp, pp] = [*numbers, *pieces]
+            if tp == DP.tp:
+                self.whole.stages[pp] = self._slots.stages[tp, pp]
         waits = {weight.layer for weight in self._weights.values() if weight.kind == QKV}
         for name, number in self._mlps.items():
             if name in modules and number not in waits:  # else its attention waits (``SlotQkv``)

@@ -3,10 +3,10 @@
 Two static slots hold what is shared of two layers that follow each other. When the first of a
 layer's shared weights is needed, the layer's slot has been filled, and the copies for the next
 layer begin. They go on until that layer needs its slot. So a step takes the longer of computing and
-copying.
+copying. Layers that the engine has whole need no slot, and are left out.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -96,8 +96,10 @@ class WeightSlots:
         self.stages: dict[tuple[int, int], Sequence[int]] = {}
         """The numbers of what this engine's stage computes, in its order, by the members among
         which a layer is divided and the stages of the layout. Others compute all layers."""
-        self.streams = True
-        """Whether layers are copied into slots; if not, they have whole weights."""
+        self.whole: Collection[int] = frozenset()
+        """The numbers of what has whole weights, and is not copied into slots."""
+        self._known: dict[tuple[int, int, int], Sequence[int]] = {}
+        """What ``_ahead`` has found, by its arguments."""
         self._filled: list[Filled | None] = [None] * SLOTS
         self._keeper: Keeper | None = None
         self._read: list[Any] = [None] * SLOTS
@@ -108,29 +110,38 @@ class WeightSlots:
 
         The layer that used the other slot has been computed by then. After the last layer comes the
         first one of the next step. If it needs the same slot, it waits for that step. A stage of a
-        pipeline goes through its own layers only.
+        pipeline goes through its own layers only. While a layer is computed that is whole, both
+        slots are filled.
 
         Args:
             tp: members of the layout among which the layer is divided.
             layer: the layer's number.
             pp: stages of the layout.
         """
-        if not self.streams:
-            return
-        filled = self._fill(tp, layer)
-        self.copier.wait(filled.started)
-        if self._keeper is not None and tp == DP.tp:
-            begun = self._keeper.stream(layer, self.copier)
-            self._read[layer % SLOTS] = begun or self._read[layer % SLOTS]
-        following = self._following(tp, layer, pp)
-        if following % SLOTS != layer % SLOTS:
+        if layer not in self.whole:
+            filled = self._fill(tp, layer)
+            self.copier.wait(filled.started)
+            if self._keeper is not None and tp == DP.tp:
+                begun = self._keeper.stream(layer, self.copier)
+                self._read[layer % SLOTS] = begun or self._read[layer % SLOTS]
+        for following in self._ahead(tp, layer, pp):
             self._fill(tp, following)
 
-    def _following(self, tp: int, layer: int, pp: int) -> int:
-        stage = self.stages.get((tp, pp))
-        if stage is None:
-            return (layer + 1) % len(self.copies[tp])
-        return stage[(stage.index(layer) + 1) % len(stage)]
+    def _ahead(self, tp: int, layer: int, pp: int) -> Sequence[int]:
+        """Return the layers with which slots are filled while a layer is computed."""
+        known = self._known.get((tp, layer, pp))
+        if known is None:
+            stage = self.stages.get((tp, pp), range(len(self.copies[tp])))
+            begin = stage.index(layer) + 1
+            following = [n for n in (*stage[begin:], *stage[:begin]) if n not in self.whole]
+            free = [slot for slot in range(SLOTS) if layer in self.whole or slot != layer % SLOTS]
+            known = self._known[tp, layer, pp] = []
+            for number in following[: len(free)]:
+                if number % SLOTS not in free:
+                    break  # it waits for the layer that has its slot before
+                free.remove(number % SLOTS)
+                known.append(number)
+        return known
 
     def keep(self, keeper: Keeper | None) -> None:
         """Let DP's layers be copied out of their slots as steps stream them; None: no more.
@@ -141,9 +152,13 @@ class WeightSlots:
         for slot in range(SLOTS):
             self._await_readers(slot)
 
-    def stop(self) -> None:
-        """Copy nothing from now on, until ``streams``; all copies have ended then."""
-        self.streams = False
+    def leave_out(self, whole: Collection[int]) -> None:
+        """Take note of what has whole weights from now on, and so is not copied into slots."""
+        self.whole = frozenset(whole)
+        self._known.clear()
+
+    def settle(self) -> None:
+        """Wait for all copies, and forget what is in the slots."""
         self.keep(None)
         for filled in self._filled:
             if filled is not None:

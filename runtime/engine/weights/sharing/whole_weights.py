@@ -1,11 +1,12 @@
 """Where layouts of few members find whole weights, and what memory is behind them.
 
 While engines share weights, all layers of a kind have two slots' memory behind them, alternately.
-When an engine has whole weights, each layer has copies of its peers' parts, in memory that KV lends
-it. The addresses stay the same, so models need not know of a change.
+When an engine has a layer whole, this has copies of its peers' parts, in memory that KV lends it.
+The addresses stay the same, so models need not know of a change. The layers that are whole are
+those of the engine's stage in one of the node's pipelines, or all: a pipeline of one stage.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,14 +46,17 @@ class WholeWeights:
         self._weights: dict[str, SharedWeight] = {}
         self._places: dict[str, _Place] = {}
         """Of each weight, by its name."""
-        self._lent: Sequence[torch.Tensor] | None = None
-        """What KV has lent for each weight: it is being filled, filled, or in use."""
+        self._lent: Mapping[str, torch.Tensor] = {}
+        """What KV has lent, by the weight's name: it is being filled, filled, or in use."""
         self._filling: Filling | None = None
         """What copies into it."""
         self.patience = PATIENCE_SECONDS
         """How long copies wait for steps that stream (``filling``)."""
-        self.are_whole = False
-        """Whether each layer has its own weights, and none is streamed."""
+        self.layers: frozenset[int] = frozenset()
+        """The numbers of the layers that have their own weights; others are streamed."""
+        self.stages: dict[int, Collection[int]] = {}
+        """The numbers of the layers of this engine's stage in the pipelines of engines alone, by
+        the number of stages."""
 
     def add(self, name: str, weight: SharedWeight) -> None:
         """Make addresses for a weight, with a slot behind them."""
@@ -95,50 +99,63 @@ class WholeWeights:
         """Bytes of all slots."""
         return sum(slot.nbytes for slot in self._slots.values())
 
-    @property
-    def moving_bytes(self) -> list[int]:
-        """Bytes of memory that each weight needs for its copy, in whole pages."""
-        return [place.slot.nbytes for place in self._places.values()]
+    def moving_bytes(self, stages: int = 1) -> list[int]:
+        """Return the bytes of memory that each weight of a stage needs, in whole pages.
+
+        Args:
+            stages: of the pipeline; 1: all weights.
+        """
+        return [self._places[name].slot.nbytes for name in self._of(stages)]
+
+    def _of(self, stages: int) -> list[str]:
+        """Return the names of the weights of this engine's stage."""
+        if stages == 1:
+            return list(self._weights)
+        layers = self.stages[stages]
+        return [name for name, weight in self._weights.items() if weight.layer in layers]
 
     @property
     def alias_bytes(self) -> int:
         """Bytes of addresses whose memory is a slot's, and counts to this process once more."""
-        return sum(self.moving_bytes)
+        return sum(self.moving_bytes())
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that the engine has beside the part that it keeps."""
-        return self.slot_bytes + (sum(self.moving_bytes) if self.are_whole else 0)
+        copies = self._lent.values() if self.layers else ()
+        return self.slot_bytes + sum(int(memory.nbytes) for memory in copies)
 
     # --- changes ------------------------------------------------------------------------------
 
     def fill(
-        self, kept: Mapping[int, torch.Tensor], lent: Sequence[torch.Tensor]
+        self, kept: Mapping[int, torch.Tensor], lent: Sequence[torch.Tensor], stages: int = 1
     ) -> Filling | None:
         """Take memory for copies of what engines keep; return None if copies are in use.
 
         Args:
             kept: what engines keep, by their places among those that share weights.
             lent: memory for each weight, of ``moving_bytes``, which nothing else uses.
+            stages: see ``moving_bytes``. Copies that are in use are of the same stage.
         """
-        if self.are_whole:
+        names = self._of(stages)
+        if self.layers:
+            assert names == list(self._lent), "copies of other layers are in use"
             return None
         if self._filling is not None:
             self._filling.give_up()
-        self._lent = lent
-        self._filling = Filling(self._layers(kept, lent), self.patience)
+        self._lent = dict(zip(names, lent, strict=True))
+        self._filling = Filling(self._parts(kept), self.patience)
         return self._filling
 
-    def _layers(
-        self, kept: Mapping[int, torch.Tensor], lent: Sequence[torch.Tensor]
-    ) -> dict[int, list[Part]]:
+    def _parts(self, kept: Mapping[int, torch.Tensor]) -> dict[int, list[Part]]:
         """Return what is to be copied of each layer.
 
         The next engine's part comes first (peak shifting), this engine's own comes last.
         """
         layers: dict[int, list[Part]] = {}
-        for (name, weight), memory in zip(self._weights.items(), lent, strict=True):
-            place, parts = self._places[name], weight.degree.parts
+        for name, memory in self._lent.items():
+            weight, place = self._weights[name], self._places[name]
+            parts = weight.degree.parts
             own = weight.holders[weight.own]
             for step in range(1, parts if parts == 2 else parts + 1):
                 holder = (own + step) % parts
@@ -155,26 +172,26 @@ class WholeWeights:
         return layers
 
     def use_copies(self) -> None:
-        """Put each layer's own weights behind its addresses; slots are not used any more."""
-        if self.are_whole:
+        """Put the own weights of layers behind their addresses, in place of the slots."""
+        if self.layers:
             return
-        assert self._lent is not None, "there are no copies"
-        pairs = zip(self._places.values(), self._lent, strict=True)
+        assert self._lent, "there are no copies"
+        pairs = [(self._places[name], memory) for name, memory in self._lent.items()]
         self._pages.put([Exchange(place.at[place.moving], memory) for place, memory in pairs])
-        self.are_whole = True
+        self.layers = frozenset(self._weights[name].layer for name in self._lent)
 
     def use_slots(self) -> None:
         """Put the slots behind the addresses of all layers, and give KV its memory back, zeroed."""
-        lent, self._lent = self._lent, None
+        lent, self._lent = self._lent, {}
         filling, self._filling = self._filling, None
-        if lent is None:
+        if not lent:
             return
         if filling is not None:
             filling.give_up()
         with torch.inference_mode():
-            for memory in lent:
+            for memory in lent.values():
                 memory.zero_()  # attention multiplies what it masks, too: nothing may be NaN
-        places = self._places.values()
+        places = [self._places[name] for name in lent]
         moving = [Exchange(p.at[p.moving], p.slot) for p in places]
         self._pages.put(moving)  # and waits for the zeros
-        self.are_whole = False
+        self.layers = frozenset()

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from shoal.policies.values.layouts import DP, alone, tensor_parallel
+from shoal.policies.values.level import Level
 from shoal.runtime.controller.books.engine_book import EngineBook, EngineState
 from shoal.runtime.protocol import messages as m
 
@@ -113,14 +114,14 @@ def test_an_engine_with_fewer_blocks_holds_shorter_requests_until_it_has_all(
 
 
 def test_an_engine_that_is_back_shares_weights_as_at_the_start() -> None:
-    book = EngineBook(2, returns=True, share=2)
+    book = EngineBook(2, returns=True, level=Level(2))
     book.serve(ready(1))
-    book.share(1, 1, 4096)
-    assert (book[1].share, book[1].weight_bytes) == (1, 4096)
+    book.have_level(1, Level(2, 2), 4096)
+    assert (book[1].level, book[1].weight_bytes) == (Level(2, 2), 4096)
     book.die([1], "killed")
     book.restart(1, 1)
     book.serve(ready(1))
-    assert (book[1].share, book[1].weight_bytes) == (2, 0)
+    assert (book[1].level, book[1].weight_bytes) == (Level(2), 0)
 
 
 def test_tiers_are_used_if_all_engines_have_one() -> None:

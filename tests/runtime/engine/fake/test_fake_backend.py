@@ -7,6 +7,7 @@ import pytest
 
 from shoal.policies.values.batch import Batch, Mode, PromptWork
 from shoal.policies.values.layouts import alone
+from shoal.policies.values.level import WHOLE, Level
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.config import FakeSettings, NodeConfig
 from shoal.runtime.engine.agent.interface import RunnerDied
@@ -293,8 +294,8 @@ def test_faults_strike_where_they_should(clock: ManualClock, seam: Seam) -> None
         Seam.SETTLE: lambda: backend.own.settle(1, copied=True),
         Seam.COPY_AHEAD: lambda: backend.own.copy_ahead(1, alone(1), alone(0), []),
         Seam.CLOSE: lambda: backend.own.withhold(1000),
-        Seam.FILL: lambda: backend.fill_weights(alone(0), 1000),
-        Seam.USE: lambda: backend.use_weights(alone(0), 2),
+        Seam.FILL: lambda: backend.fill_weights(alone(0), 1000, WHOLE),
+        Seam.USE: lambda: backend.use_weights(alone(0), WHOLE),
         Seam.OPEN: lambda: backend.own.restore(),
     }
     for other, call in calls.items():
@@ -442,8 +443,8 @@ def test_a_change_of_memory_takes_its_time_and_then_steps_take_another() -> None
     settings = FakeSettings(whole_blocks=8, fill_seconds=2.0, use_seconds=0.5)
     config = NodeConfig(2, 2, "manual", "", fake=settings, share_weights=2)
     clock, devices = ManualClock(), Devices()
-    times = {1: constant(1.0), 2: constant(3.0)}
-    backend = FakeBackend(config, 0, clock=clock, share_times=times, devices=devices)
+    times = {WHOLE: constant(1.0), Level(2): constant(3.0)}
+    backend = FakeBackend(config, 0, clock=clock, level_times=times, devices=devices)
     unit, core = alone(0), backend.own
 
     def step() -> float:
@@ -452,15 +453,15 @@ def test_a_change_of_memory_takes_its_time_and_then_steps_take_another() -> None
         return core.due - clock.now if core.due else 0.0
 
     assert step() == 3.0
-    filled = backend.fill_weights(unit, 8)
+    filled = backend.fill_weights(unit, 8, WHOLE)
     assert not filled.done()
     clock.advance(2.0)
     assert (filled.done(), filled.result()) == (True, "")
-    used = backend.use_weights(unit, 1)
+    used = backend.use_weights(unit, WHOLE)
     clock.advance(1.4)
     assert not used.done(), "behind the step in flight, which ends after 3 s"
     clock.advance(0.1)
     assert used.done()
     core.collect()
     assert step() == 1.0
-    assert devices.share(unit) == 1
+    assert devices.level(unit) == WHOLE

@@ -94,7 +94,7 @@ def test_ends_of_layers_hold_weights_and_then_blocks_again(engines: list[Engine]
     kept = {place: engine.kept for place, engine in enumerate(engines)}
     for engine, other in zip(engines, engines[::-1], strict=True):
         assert not engine.raw.any()
-        assert engine.whole.moving_bytes == [2 * PAGE] * 2 * LAYERS
+        assert engine.whole.moving_bytes() == [2 * PAGE] * 2 * LAYERS
         assert engine.lender.loan is not None
         assert engine.lender.loan.blocks == BLOCKS - 4
         blocks = engine.raw.view(LAYERS, BLOCKS, PAGE)[:, : BLOCKS - 4]
@@ -135,7 +135,7 @@ def test_steps_in_the_midst_of_copies_find_slots(
 
     def look(count: int) -> None:
         counts.append(count)
-        assert not engine.whole.are_whole
+        assert not engine.whole.layers
         assert engine.wrong(other) == list(engine.weights), "slots are behind all addresses"
 
     assert in_the_midst(engines, look, monkeypatch)[:2] == (0, LAYERS)

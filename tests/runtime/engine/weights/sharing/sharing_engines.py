@@ -365,7 +365,7 @@ class SharingEngine:
     @cached_property
     def lent(self) -> list[torch.Tensor]:
         """Memory that KV lends."""
-        sizes = self.mlps.whole.moving_bytes
+        sizes = self.mlps.whole.moving_bytes()
         return list(self.pages.create(sizes).split(sizes))
 
     def be_whole(self) -> None:

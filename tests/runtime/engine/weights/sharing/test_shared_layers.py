@@ -280,7 +280,7 @@ def test_only_the_other_engines_part_is_copied_where_dp_is_all_that_streams(
 ) -> None:
     for number in range(share):
         whole = SharingEngine(tmp_path, number, share, kind=kind).mlps.whole
-        assert whole.moving_bytes == [PAGE * count for count in pages] * LAYERS
+        assert whole.moving_bytes() == [PAGE * count for count in pages] * LAYERS
 
 
 def test_a_part_comes_back_from_peers_without_being_loaded(
