@@ -135,6 +135,8 @@ class ProbedRunner(PacedRunner):
         """Tokens that this member sampled itself, by request, asynchronous steps left out."""
         self.fills: list[tuple[int, int]] = []
         """See ``note_fills``."""
+        self.streamed = Counter[int]()
+        """See ``take_streamed``."""
         self.seated = 0
         """Requests that got a row before their first step."""
         self.deferred_samples = 0
@@ -396,6 +398,55 @@ def streams(runner: ProbedRunner) -> bool:
 def layers_in_slots(runner: ProbedRunner) -> set[int]:
     """Return the numbers of the layers that are in the slots, or on their way there."""
     return {some.layer for some in runner._loader.shared._slots._filled if some is not None}
+
+
+def take_streamed(runner: ProbedRunner) -> dict[int, int]:
+    """Return how often each layer was copied into its slot since the last look, which was not the
+    first one."""
+    slots = runner._loader.shared._slots
+    if "_fill" not in vars(slots):
+        fill = slots._fill
+
+        def filling(tp: int, layer: int) -> Any:
+            before = slots._filled[layer % SLOTS]
+            found = fill(tp, layer)
+            runner.streamed[layer] += found is not before
+            return found
+
+        slots._fill = filling
+    found, runner.streamed = +runner.streamed, Counter()
+    return dict(found)
+
+
+def damage_stages(runner: ProbedRunner, damage: str) -> None:
+    """Let whole layers have what they should not, and nobody compare it; "": as ever.
+
+    Args:
+        damage: ``exchanged``: two layers have each other's weights. ``early``: they are used before
+            anything is copied.
+    """
+    shared = runner._loader.shared
+    if not damage:
+        del shared.whole.fill
+        return
+    fill = shared.whole.fill
+
+    def damaging(*args: Any) -> Filling:
+        copies: Filling = fill(*args)
+        one, other, *_ = copies._layers.values()
+
+        def exchange() -> None:
+            for first, second in zip(one, other, strict=True):
+                kept = first.target.clone()
+                first.target.copy_(second.target)
+                second.target.copy_(kept)
+
+        copies._compare = exchange if damage == "exchanged" else lambda: None
+        if damage == "early":
+            copies._left.clear()
+        return copies
+
+    shared.whole.fill = damaging
 
 
 def wait_for_layers(runner: ProbedRunner, seconds: float) -> None:

@@ -730,10 +730,10 @@ class RealNode:
         self.controller._handovers.begin([Move(source, destination, count)])
         self.until(lambda: not self.controller._carries.running, "moves")
 
-    def ask_memory(self, share: int) -> int:
-        """Ask for a share level without waiting; returns the call for ``memory_changed``."""
+    def ask_memory(self, share: int, stages: int = 1) -> int:
+        """Ask for a level of memory without waiting; returns the call for ``memory_changed``."""
         call = next(self._numbers)
-        self._control.send(m.encode(m.ChangeMemory(call, share)))
+        self._control.send(m.encode(m.ChangeMemory(call, share, stages)))
         return call
 
     def memory_changed(self, call: int) -> MemoryView:
@@ -749,9 +749,9 @@ class RealNode:
         assert isinstance(reply, m.MemoryChanged)
         return reply.change
 
-    def change_memory(self, share: int) -> MemoryView:
-        """Let the engines share weights with so many, or have whole weights."""
-        return self.memory_changed(self.ask_memory(share))
+    def change_memory(self, share: int, stages: int = 1) -> MemoryView:
+        """Let the engines have another level of memory (``Level``)."""
+        return self.memory_changed(self.ask_memory(share, stages))
 
     def audit(self) -> list[str]:
         """Return every broken invariant of the engines' and the controller's books."""

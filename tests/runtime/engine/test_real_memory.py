@@ -72,7 +72,7 @@ def free_blocks(node: RealNode) -> list[int]:
 
 
 def levels(node: RealNode) -> list[int]:
-    return [engine.share for engine in node.controller.books.engines]
+    return [engine.level.share for engine in node.controller.books.engines]
 
 
 def assert_serves(node: RealNode, unit: Unit, expected: list[list[int]]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from shoal.policies.values.layouts import alone
+from shoal.policies.values.layouts import Unit, alone
+from shoal.policies.values.level import WHOLE, Level
 from shoal.runtime.protocol import messages as m
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
@@ -24,6 +25,7 @@ from tests.variety import is_varied
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 
 PAIR, TP2 = pp(0, 1), tp(0, 1)
+SHARED_BY_2, STAGES = Level(2), Level(2, 2)
 CARRY = m.Treatment.CARRY
 LAYERS = 6
 HEAD = LAYERS
@@ -96,16 +98,82 @@ def test_memory_moves_while_a_pipeline_works(node: RealNode) -> None:
     assert node.audit() == []
 
 
+def levels(node: RealNode) -> list[Level]:
+    return [engine.level for engine in node.controller.books.engines]
+
+
+def blocks(node: RealNode) -> list[int]:
+    return [node.controller.books.engines.num_blocks(engine) for engine in PAIR.engines]
+
+
+def test_stages_become_whole_and_shared_again_under_requests(node: RealNode) -> None:
+    """The pipeline then streams nothing, DP the layers of other stages, and TP as little as ever.
+
+    From whole weights to whole stages and back the way leads over shared weights.
+    """
+    prompts, every = random_prompts((40, 70, 90), next(_seeds)), blocks(node)
+    expected = node.generate_spread([alone(0), alone(1)], prompts, FEW)
+    assert is_varied(expected)
+    short, left = [tokens[:16] for tokens in expected], {}
+
+    def change(unit: Unit, level: Level) -> None:
+        requests = node.submit(unit, prompts, FEW)
+        node.wait_for_tokens(requests, 4)
+        view = node.change_memory(*level)
+        assert (view.after, view.after_stages, view.error) == (*level, None)
+        assert levels(node) == [level] * 2
+        assert node.wait(requests) == expected
+        left[level] = blocks(node)
+
+    def streamed(unit: Unit) -> list[set[int]]:
+        node.probe_all(probes.take_streamed)
+        assert node.generate(unit, prompts, 16) == short
+        return [set(layers) for layers in node.probe_all(probes.take_streamed)]
+
+    with node.bound(PAIR):
+        for level in (STAGES, SHARED_BY_2, STAGES):
+            change(PAIR, level)
+        assert streamed(PAIR) == [set(), set()]
+    assert streamed(alone(0)) == [{3, 4, 5, HEAD}, set()]
+    assert streamed(alone(1)) == [set(), {0, 1, 2}]
+    with node.bound(TP2):
+        assert streamed(TP2) == [set(), set()]
+    for level in (WHOLE, STAGES, SHARED_BY_2):
+        change(alone(0), level)
+    assert streamed(alone(1)) == [set(), set(range(LAYERS + 1))], "as before"
+    for whole, stages, all_blocks in zip(left[WHOLE], left[STAGES], every, strict=True):
+        assert 0.4 < (all_blocks - stages) / (all_blocks - whole) < 0.6
+    assert left[SHARED_BY_2] == every
+    assert node.audit() == []
+
+
+@pytest.mark.parametrize("damage", ["exchanged", "early"])
+def test_whole_stages_that_hold_other_layers_change_the_tokens(node: RealNode, damage: str) -> None:
+    for damaged in (damage, ""):
+        prompts = random_prompts((5, 33, 100), next(_seeds))
+        expected = node.generate(alone(0), prompts)
+        node.probe(0, probes.damage_stages, damaged)
+        node.change_memory(*STAGES)
+        with node.bound(PAIR):
+            assert (node.generate(PAIR, prompts) == expected) is not bool(damaged)
+        node.change_memory(2)
+    assert node.audit() == []
+
+
 @FOUR_ENGINES
-def test_a_stage_whose_engine_comes_back_streams_again(node: RealNode) -> None:
+def test_a_stage_whose_engine_comes_back_streams_again_until_it_follows(node: RealNode) -> None:
     prompts = random_prompts((40, 70), next(_seeds))
     expected = node.generate(alone(0), prompts)
-    node.switch(PAIR)
-    node.kill("runner-1")
-    node.bring_back(PAIR)
-    node.switch(PAIR)
-    assert node.generate(PAIR, prompts) == expected
-    node.switch()
+    for level in (SHARED_BY_2, STAGES):
+        node.change_memory(*level)
+        node.switch(PAIR)
+        node.kill("runner-1")
+        node.bring_back(PAIR)
+        node.until(lambda level=level: levels(node) == [level] * 2, "the end of the change")
+        node.switch(PAIR)
+        assert node.generate(PAIR, prompts) == expected
+        node.switch()
+    node.change_memory(2)
     assert node.audit() == []
 
 
@@ -115,3 +183,6 @@ def test_four_engines_that_share_weights_form_every_pipeline(tmp_path: Path, sha
     write_checkpoint(tmp_path / "model", CheckpointSpec(layers=4))
     with RealNode(tmp_path / "model", 4, max_pp=4, share_weights=share) as node:
         assert_every_pipeline(node)
+        for stages in (4, 2):
+            assert node.change_memory(share, stages).error is None
+            assert_every_pipeline(node)

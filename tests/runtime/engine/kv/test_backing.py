@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
-from shoal.runtime.engine.kv.backing import Loan, find_loan
+from shoal.runtime.engine.kv.backing import Loan, blocks_beside, find_loan, taken
 
 PAGE = 4096
 LAYERS, BLOCKS = 3, 10
@@ -54,6 +54,28 @@ def test_where_blocks_are_outermost_the_end_of_the_buffer_is_lent() -> None:
 )
 def test_as_many_blocks_stay_as_can_be(sizes: list[int], blocks: int) -> None:
     assert lent(config_of(), [size * PAGE for size in sizes]).blocks == blocks
+
+
+@pytest.mark.parametrize("blocks_outermost", [False, True])
+def test_all_of_a_loan_leaves_the_blocks_that_it_says(blocks_outermost: bool) -> None:
+    config, sizes = config_of(blocks_outermost=blocks_outermost), [2 * PAGE, PAGE] * LAYERS
+    loan = lent(config, sizes)
+    assert taken(loan.ranges, sizes) == loan.ranges
+    assert blocks_beside(config, loan.ranges) == loan.blocks
+    assert blocks_beside(config, []) == BLOCKS
+
+
+def test_a_part_of_a_loan_is_at_its_end_whatever_layers_it_is_for() -> None:
+    config = config_of(blocks_outermost=True)
+    loan = lent(config, [2 * PAGE, PAGE] * LAYERS)
+    last = taken(loan.ranges, [2 * PAGE, PAGE])
+    assert last == [*loan.ranges[-2:]]
+    assert blocks_beside(config, last) == 9
+    twice = taken(loan.ranges, [2 * PAGE] * 2)
+    assert twice == [loan.ranges[2], loan.ranges[4]]
+    assert blocks_beside(config, twice) == 8
+    assert taken(loan.ranges, [2 * PAGE] * (LAYERS + 1)) is None
+    assert taken(loan.ranges, [3 * PAGE]) is None
 
 
 @pytest.mark.parametrize("sizes", [[9], [8] * 4, [5] * 4])

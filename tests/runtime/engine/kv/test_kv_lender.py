@@ -67,11 +67,15 @@ class Engine:
         self.memory = self.lender.memory("test", HOST, config_of(blocks=blocks))
         self.raw = self.memory.allocate(LAYERS * blocks * PAGE)
 
-    def fill(self, kept: dict[int, torch.Tensor]) -> Filled:
+    def fill(self, kept: dict[int, torch.Tensor], stages: int = 1) -> Filled:
         """Copy what both keep to the memory that KV lends."""
-        filling = self.whole.fill(kept, self.lender.lent(self.raw))
+        filling = self.fill_again(kept, stages)
         assert filling is not None
         return filling.finish(HostCopier())
+
+    def fill_again(self, kept: dict[int, torch.Tensor], stages: int) -> Filling | None:
+        """Return what copies, None if there are copies."""
+        return self.whole.fill(kept, self.lender.lent(self.raw, stages), stages)
 
     def wrong(self, other: "Engine") -> list[str]:
         """Return the weights of which the other's part is not what that one keeps."""
@@ -239,8 +243,40 @@ def test_kv_that_is_too_small_has_memory_that_does_not_move(tmp_path: Path) -> N
         assert engine.lender.loan is None
         assert isinstance(memory, HostMemory)
         assert isinstance(engine.memory, PiecesMemory)
-        with pytest.raises(AssertionError, match="the share level is fixed"):
+        with pytest.raises(AssertionError, match="there is not enough memory"):
             engine.lender.lent(engine.raw)
+
+
+def test_a_stage_gets_the_end_of_the_loan(engines: list[Engine]) -> None:
+    engine, other = engines
+    engine.whole.stages[2] = [0]
+    engine.memory = engine.lender.memory("test", HOST, config_of(blocks_outermost=True))
+    engine.raw = engine.memory.allocate(LAYERS * BLOCKS * PAGE)
+    assert (engine.lender.blocks(), engine.lender.blocks(2)) == (BLOCKS - 4, BLOCKS - 2)
+    kept = {place: each.kept for place, each in enumerate(engines)}
+    blocks = engine.raw.view(BLOCKS, LAYERS, PAGE)[: BLOCKS - 2]
+    for _ in range(2):
+        blocks.fill_(7)
+        engine.fill(kept, 2)
+        engine.whole.use_copies()
+        assert engine.wrong(other) == [name for name in engine.weights if name[0] != "0"]
+        assert engine.fill_again(kept, 2) is None
+        with pytest.raises(AssertionError, match="copies of other layers are in use"):
+            engine.fill_again(kept, 1)
+        assert (blocks == 7).all()
+        engine.whole.use_slots()
+        assert engine.wrong(other) == list(engine.weights)
+        assert not engine.raw.view(BLOCKS, LAYERS, PAGE)[BLOCKS - 2 :].any()
+
+
+def test_kv_that_is_too_small_for_all_weights_may_do_for_those_of_a_stage(tmp_path: Path) -> None:
+    engine = Engine(tmp_path, 0)
+    engine.whole.stages |= {2: [0, 1], 4: [2]}
+    for blocks, left in ((6, {1: 2, 2: 3, 4: 4}), (5, {1: 0, 2: 2, 4: 3}), (4, {1: 0, 2: 0, 4: 2})):
+        config = config_of(blocks_outermost=True, blocks=blocks)
+        assert isinstance(engine.lender.memory("test", HOST, config), PiecesMemory)
+        assert {stages: engine.lender.blocks(stages) for stages in left} == left
+    engine.descriptors.close()
 
 
 def test_on_cpus_the_buffer_is_as_ever(tmp_path: Path, engines: list[Engine]) -> None:

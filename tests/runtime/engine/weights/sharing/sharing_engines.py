@@ -364,12 +364,16 @@ class SharingEngine:
 
     @cached_property
     def lent(self) -> list[torch.Tensor]:
-        """Memory that KV lends."""
-        sizes = self.mlps.whole.moving_bytes()
+        """Memory that KV lends for all weights."""
+        return self._lent(1)
+
+    def _lent(self, stages: int) -> list[torch.Tensor]:
+        sizes = self.mlps.whole.moving_bytes(stages)
         return list(self.pages.create(sizes).split(sizes))
 
-    def be_whole(self) -> None:
-        self.mlps.fill_whole(self.lent)()
+    def be_whole(self, stages: int = 1) -> None:
+        lent = self.lent if stages == 1 else self._lent(stages)
+        self.mlps.fill_whole(lent, stages)()
         self.mlps.be_whole()
 
     def outputs(self, tp: int, pp: int = 1) -> list[torch.Tensor]:

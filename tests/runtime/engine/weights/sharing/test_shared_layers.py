@@ -1,9 +1,10 @@
 """MLPs of which engines keep a part each, held against the whole model."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.sharing import filling
-from shoal.runtime.engine.weights.sharing.filling import Filling
+from shoal.runtime.engine.weights.sharing.filling import Filling, Part
 from shoal.runtime.engine.weights.sharing.pages import HostPages
 from shoal.runtime.engine.weights.sharing.shared_layers import Heads, SharedLayers
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree, SharedWeight
-from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots, stream_by
+from shoal.runtime.engine.weights.sharing.slots import Copy, HostCopier, WeightSlots, stream_by
+from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights
 from tests.runtime.engine.one_rank import tensor_parallel
@@ -155,6 +157,85 @@ def test_an_engine_with_whole_weights_streams_nothing(
     assert engine.store.resident_bytes == shared
     assert all(map(is_close, engine.outputs(1), stock))
     assert not any(memory.any() for memory in engine.lent), "KV gets zeros back"
+
+
+@pytest.mark.parametrize(
+    ("share", "kind", "weights"),
+    [
+        (2, on_cpu, DECODER),
+        (4, on_simulated_gpu, UNQUANTISED),
+    ],
+)
+def test_an_engine_with_the_layers_of_its_stage_streams_only_others(
+    tmp_path: Path, share: int, kind: Kind, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate_streams(monkeypatch, [])
+    engines, stock = node(tmp_path, share, kind, weights), weights.outputs(weights.whole())
+    for engine in engines:
+        engine.outputs(1, 2)
+    with pytest.raises(KeyError):
+        engines[0].be_whole(4)
+    for stages in (engines[:1], engines):
+        for engine in stages:
+            shared = engine.store.resident_bytes
+            engine.be_whole(2)
+            taken = sum(engine.mlps.whole.moving_bytes(2))
+            assert engine.store.resident_bytes == shared + taken
+            assert 0 < taken < sum(engine.mlps.whole.moving_bytes())
+        assert_right(engines, stock)
+        if stages == engines:
+            assert_only_others_are_streamed(engines)
+        for engine in stages:
+            engine.mlps.be_shared()
+            assert engine.store.resident_bytes == shared
+        assert_right(engines, stock)
+
+
+def assert_only_others_are_streamed(engines: list[SharingEngine]) -> None:
+    for engine in engines:
+        own, copier = set(engine.slots.stages[1, 2]), engine.slots.copier
+        engine.slots.settle()
+        started: list[Sequence[Copy]] = []
+        recorder = SimpleNamespace(start=started.append, wait=lambda _: None)
+        engine.slots.copier = recorder  # type: ignore[assignment]
+        engine.outputs(1, 2)
+        assert started == [], "the pipeline"
+        engine.outputs(1)
+        copies = engine.slots.copies[1]
+        others = [copies[layer] for layer in sorted(set(copies) - own)]
+        assert others
+        begun = [each for each in started if each in others]
+        assert begun == started
+        assert [each for each in others if each not in started] == []
+        engine.slots.settle()
+        engine.slots.copier = copier
+
+
+def test_a_stage_that_has_the_memory_of_another_layer_changes_what_is_computed(
+    tmp_path: Path, stock: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The negative control: the first stage's two layers change places."""
+    engine, *_ = node(tmp_path, 2)
+    engine.member(1, 2)
+    parts = WholeWeights._parts
+
+    def exchanged(whole: WholeWeights, kept: dict[int, torch.Tensor]) -> dict[int, list[Part]]:
+        found = parts(whole, kept)
+        one, other = ([part.target for part in found[layer]] for layer in (0, 1))
+        targets = {0: other, 1: one}
+        return {
+            layer: [
+                part._replace(target=target)
+                for part, target in zip(found[layer], targets[layer], strict=True)
+            ]
+            for layer in found
+        }
+
+    monkeypatch.setattr(WholeWeights, "_parts", exchanged)
+    engine.be_whole(2)
+    found = engine.outputs(1)
+    right = [is_close(one, other) for one, other in zip(found, stock, strict=True)]
+    assert right[:LAYERS] == [False, False, True]
 
 
 def test_a_weight_whose_memory_was_not_exchanged_changes_what_is_computed(

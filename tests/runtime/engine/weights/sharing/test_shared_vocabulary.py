@@ -18,6 +18,7 @@ from tests.runtime.engine.weights.sharing.sharing_engines import (
     LANGUAGE,
     LAYERS,
     PLAIN,
+    STAGES,
     Kind,
     SharingEngine,
     close_all,
@@ -84,6 +85,12 @@ def test_all_layouts_compute_what_the_whole_model_does(
     assert_right(engines, stock, share)
     for engine in engines[1:]:
         engine.mlps.be_shared()
+    assert_right(engines, stock, share)
+    for engine in engines:
+        engine.be_whole(2)
+        pieces = len(engine.slots.copies[1]) - LAYERS
+        own = {*STAGES[engine.number % 2], *range(LAYERS, LAYERS + pieces * (engine.number % 2))}
+        assert engine.slots.whole == own, "the second stage has the LM head"
     assert_right(engines, stock, share)
 
 

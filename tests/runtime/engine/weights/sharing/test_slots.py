@@ -89,6 +89,44 @@ def test_a_stage_of_an_odd_number_of_layers_waits_for_its_first() -> None:
     assert recorder.take() == ["start 13", "wait 13"], "layer 4 is still in the other slot"
 
 
+def test_layers_that_are_whole_are_left_out_and_both_slots_are_filled_beside_them() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 8)
+    made.leave_out([2, 3, 4])
+    made.use(1, 1)
+    assert recorder.take() == ["start 11", "wait 11"], "layer 5 has the same slot"
+    made.use(1, 2)
+    assert recorder.take() == ["start 15", "start 16"]
+    made.use(1, 3)
+    made.use(1, 4)
+    assert recorder.take() == [], "they wait for nothing"
+    made.use(1, 5)
+    assert recorder.take() == ["wait 15"], "layer 6 is in its slot already"
+    made.use(1, 6)
+    assert recorder.take() == ["wait 16", "start 17"]
+    made.leave_out([])
+    made.use(1, 2)
+    assert recorder.take() == ["start 12", "wait 12", "start 13"]
+
+
+def test_a_stage_whose_layers_are_whole_copies_nothing_and_dp_the_others() -> None:
+    recorder = Recorder()
+    made = slots(recorder, 6)
+    made.stages[1, 2], made.stages[1, 3] = [3, 4, 5], [2, 3]
+    made.leave_out(made.stages[1, 2])
+    for layer in (3, 4, 5) * 2:
+        made.use(1, layer, 2)
+    assert recorder.take() == []
+    for layer in (*range(6), *range(6)):
+        made.use(1, layer)
+    started = [int(name.split()[1]) for name in recorder.take() if "start" in name]
+    assert started == [10, 11, 12, 10, 12, 10], "layer 1 stays in its slot"
+    made.use(1, 3, 3)
+    assert recorder.take() == ["start 12"]
+    made.use(1, 2, 3)
+    assert recorder.take() == ["wait 12"], "there is no other layer to be copied"
+
+
 def test_another_layout_fills_the_slots_anew() -> None:
     recorder = Recorder()
     made = slots(recorder, 2)
