@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.policies.values.level import Level
 from shoal.policies.values.partition import singles
 from shoal.runtime.controller.memory_changes import RETRY_SECONDS
 from shoal.runtime.engine.agent.interface import RunnerDied
@@ -16,11 +17,12 @@ from tests.runtime.test_random_rejoin import RestartingRun
 
 ENGINES, LEFT = 4, 40
 ACTIONS = 500
-SETTINGS = msgspec.structs.replace(SMALL, whole_blocks=LEFT)
+SETTINGS = msgspec.structs.replace(SMALL, whole_blocks=LEFT, stage_blocks={2: LEFT + 10})
+LEVELS = {Level(1): LEFT, Level(2, 2): LEFT + 10, Level(2): SETTINGS.num_blocks}
 
 
 class MemoryMoves:
-    """Asks for one share level after another, whatever else goes on."""
+    """Asks for one level after another, whatever else goes on."""
 
     def __init__(self, node: LoopbackNode) -> None:
         self._node = node
@@ -29,8 +31,7 @@ class MemoryMoves:
 
     def act(self) -> None:
         if self._call is None and self._node.rng.random() < 0.3:
-            share = self._node.rng.choice([1, self._node.config.share_weights])
-            self._call = self._node.call(m.ChangeMemory, share)
+            self._call = self._node.call(m.ChangeMemory, *self._node.rng.choice([*LEVELS]))
 
     def read(self) -> None:
         if self._call is not None and (reply := self._node.reply(self._call)) is not None:
@@ -41,13 +42,14 @@ class MemoryMoves:
     def check(self) -> None:
         """Give all blocks back, when all requests have ended; all must be there."""
         node = self._node
-        for share, blocks in ((1, LEFT), (2, SETTINGS.num_blocks)):
-            call = node.call(m.ChangeMemory, share)
+        for level, blocks in LEVELS.items():
+            call = node.call(m.ChangeMemory, *level)
             node.settle()
             assert isinstance(node.reply(call), m.MemoryChanged), node.reply(call)
             assert node.audit() == []
             for engine in node.view().engines:
-                assert (engine.share_weights, engine.num_blocks) == (share, blocks)
+                assert (engine.share_weights, engine.share_stages) == level
+                assert engine.num_blocks == blocks
                 assert node.backends[engine.engine].own.load.free_blocks == blocks
 
     @property
@@ -58,7 +60,7 @@ class MemoryMoves:
 
 
 def node_of(engines: int, seed: int, **limits: Any) -> LoopbackNode:
-    return LoopbackNode(engines, seed=seed, settings=SETTINGS, share_weights=2, **limits)
+    return LoopbackNode(engines, seed=seed, settings=SETTINGS, share_weights=2, max_pp=2, **limits)
 
 
 class MovingRun(RandomRun):

@@ -231,7 +231,7 @@ def weight_bytes(level: Level) -> int:
 
 
 def _shares(settings: FakeSettings, config: NodeConfig) -> Shares:
-    start, fixed = Level(config.share_weights), "this fake engine cannot have whole weights"
+    start, fixed = Level(config.share_weights), "this fake engine cannot have these weights whole"
     if start == WHOLE:
         return Shares()
     blocks = {start: settings.num_blocks}

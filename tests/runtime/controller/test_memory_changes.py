@@ -10,7 +10,7 @@ import pytest
 from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.static import dispatch_least_loaded
 from shoal.policies.values.batch import Batch
-from shoal.policies.values.layouts import DP, alone
+from shoal.policies.values.layouts import DP, Layout, alone
 from shoal.policies.values.level import Level
 from shoal.policies.values.plan import Plan, Policy, ShareReason
 from shoal.policies.values.snapshot import Snapshot
@@ -27,9 +27,14 @@ from tests.policies.snapshots import MODEL as UNSHARED
 from tests.runtime.loopback_node import LoopbackNode, problems, request_payload
 from tests.units import tp
 
-ALL, LEFT = 64, 40
+ALL, LEFT, LEFT_BY_STAGES = 64, 40, 52
 SETTINGS = FakeSettings(
-    num_blocks=ALL, whole_blocks=LEFT, block_tokens=4, max_num_seqs=8, max_model_len=150
+    num_blocks=ALL,
+    whole_blocks=LEFT,
+    stage_blocks={2: LEFT_BY_STAGES},
+    block_tokens=4,
+    max_num_seqs=8,
+    max_model_len=150,
 )
 PAIR = tp(0, 1)
 MODEL = replace(
@@ -61,14 +66,14 @@ def reply(node: LoopbackNode, call: int) -> m.FromController | None:
     return node.reply(call)
 
 
-def change(node: LoopbackNode, share: int) -> MemoryView:
-    answer = reply(node, node.call(m.ChangeMemory, share))
+def change(node: LoopbackNode, share: int, stages: int = 1) -> MemoryView:
+    answer = reply(node, node.call(m.ChangeMemory, share, stages))
     assert isinstance(answer, m.MemoryChanged), answer
     return answer.change
 
 
-def refused(node: LoopbackNode, share: int) -> tuple[int, str]:
-    answer = reply(node, node.call(m.ChangeMemory, share))
+def refused(node: LoopbackNode, share: int, stages: int = 1) -> tuple[int, str]:
+    answer = reply(node, node.call(m.ChangeMemory, share, stages))
     assert isinstance(answer, m.CallFailed), answer
     return answer.status, answer.error
 
@@ -291,6 +296,186 @@ def test_the_shift_follows_what_steps_in_sp_read_from_others() -> None:
     assert list(node.view().shift.sp_above.values()) == [shared]
 
 
+# --- whole stages ---------------------------------------------------------------------------------
+
+
+def assert_stages(node: LoopbackNode) -> None:
+    taken = WHOLE_BYTES // 2 + WHOLE_BYTES // 4
+    assert shown(node) == [(2, LEFT_BY_STAGES, taken)] * 2
+    view = node.view()
+    assert (view.share_weights, view.share_stages) == (2, 2)
+    assert [engine.share_stages for engine in view.engines] == [2, 2]
+    assert blocks(node) == [LEFT_BY_STAGES] * 2
+    labels = {"engine": "1", "shared_by": "2"}
+    values = [node.value("shoal_engine_weight_bytes", stages=n, **labels) for n in ("1", "2")]
+    assert values == [0, taken]
+    assert node.audit() == []
+
+
+def test_stages_become_whole_and_are_shared_again() -> None:
+    node = node_of(max_pp=2)
+    view = change(node, 2, 2)
+    assert (view.before, view.before_stages, view.after, view.after_stages) == (2, 1, 2, 2)
+    assert (view.num_blocks, list(view.stages)) == (LEFT_BY_STAGES, ["closing", "filling", "using"])
+    assert view.line().startswith(
+        "memory 1: weights shared by 2 -> 2 with whole stages of pp2 on engines [0, 1] (manual)"
+    )
+    assert_stages(node)
+    assert change(node, 2, 2).engines == []
+    view = change(node, 2)
+    assert (view.before, view.before_stages, view.after, view.after_stages) == (2, 2, 2, 1)
+    assert list(view.stages) == ["using", "opening"]
+    assert_shared(node)
+
+
+def test_from_whole_weights_to_whole_stages_the_way_leads_over_shared_weights() -> None:
+    node = node_of(max_pp=2)
+    stages = ["using", "opening", "closing", "filling"]
+    for level, before, check in (
+        ((1, 1), (2, 1), assert_whole),
+        ((2, 2), (1, 1), assert_stages),
+        ((1, 1), (2, 2), assert_whole),
+    ):
+        requests = [f"{level} {before} {number}" for number in range(8)]
+        for name in requests:
+            node.send(name, prompt_tokens=40, max_tokens=30)
+        node.turns(6)
+        view = change(node, *level)
+        assert (view.before, view.before_stages) == before
+        assert list(view.stages) == (
+            stages if before != (2, 1) else ["closing", "filling", "using"]
+        )
+        node.settle()
+        node.collect()
+        assert node.missing == []
+        check(node)
+    node.assert_exact()
+    assert [past.reason for past in node.view().memory_changes] == ["manual"] * 3
+
+
+def test_nothing_starts_on_the_way_that_would_not_fit_at_its_end() -> None:
+    node = node_of(max_pp=2)
+    change(node, 2, 2)
+    held: list[m.WeightsUsed] = []
+    _hold(node, m.WeightsUsed, held)
+    node.call(m.ChangeMemory, 1)
+    node.settle()
+    assert [level for _, level, _ in shown(node)] == [LEFT, LEFT], "the engines have more yet"
+    change_of = node.controller._operations.memory
+    del change_of.handle  # type: ignore[method-assign]
+    for message in held:
+        change_of.handle(message)
+    node.settle()
+    assert_whole(node)
+
+
+def test_a_change_over_shared_weights_that_fails_ends_there() -> None:
+    node = node_of(max_pp=2)
+    change(node, 1)
+    node.backends[1].faults = Faults(wrong_copy=True)
+    assert refused(node, 2, 2) == (500, "engine 1: a copy was damaged on purpose")
+    assert_shared(node)
+    assert node.view().memory_changes[-1].line().endswith("0 requests preempted")
+    node.backends[1].faults = NO_FAULTS
+    change(node, 2, 2)
+    assert_stages(node)
+
+
+def test_an_engine_that_comes_back_gets_its_stage_whole_as_the_others_have() -> None:
+    node = node_of(max_pp=2)
+    change(node, 2, 2)
+    node.kill(1)
+    node.settle()
+    assert [engine.share_stages for engine in node.view().engines] == [2, 2]
+    node.restart(1)
+    node.settle()
+    assert_stages(node)
+    rejoin = node.view().memory_changes[-1]
+    assert (rejoin.reason, rejoin.before_stages, rejoin.after_stages) == ("rejoin", 1, 2)
+
+
+@pytest.mark.parametrize("seam", [Seam.CLOSE, Seam.FILL, Seam.USE])
+@pytest.mark.parametrize("start", [1, 2])
+def test_a_change_to_whole_stages_goes_on_without_an_engine_that_dies(
+    seam: Seam, start: int
+) -> None:
+    node = node_of(max_pp=2)
+    if start == 1:
+        change(node, 1)
+    node.backends[1].faults = Faults(die_at=seam)
+    node.backends[1].own._around = _with_faults(node, 1, seam)
+    for number in range(8):
+        node.send(f"r{number}", prompt_tokens=40, max_tokens=30)
+    node.turns(6)
+    call = node.call(m.ChangeMemory, 2, 2)
+    node.settle()
+    node.kill(1)
+    assert isinstance(reply(node, call), m.MemoryChanged)
+    _bring_back(node)
+    assert node.missing == []
+    node.assert_exact()
+    assert_stages(node)
+
+
+def test_policies_are_told_of_whole_stages_and_get_them() -> None:
+    seen: list[Snapshot] = []
+
+    def plan(snapshot: Snapshot, /) -> Plan:
+        seen.append(snapshot)
+        found = Plan(dispatch_least_loaded(snapshot))
+        levels = {level.level for level in snapshot.share_levels}
+        if Level(2, 2) not in levels:
+            return found
+        return replace(found, share_weights=2, share_stages=2, share_reason="steps")
+
+    node = decided(Policy("stages", plan, decides_layout=False), max_pp=2)
+    assert_stages(node)
+    before = next(snapshot for snapshot in seen if snapshot.share_levels)
+    offered = {level.level: level for level in before.share_levels}
+    assert set(offered) == {Level(1), Level(2, 2)}
+    assert (before.level, seen[-1].level) == (Level(2), Level(2, 2))
+    stages = offered[Level(2, 2)]
+    dp = next(state for state in stages.layouts if state.layout == DP)
+    assert dp.total_blocks == LEFT_BY_STAGES
+    assert isinstance(stages.cost_model, CostModel)
+    assert not stages.cost_model.streams(Layout(pp=2))
+    assert stages.cost_model.streams(DP)
+    assert node.controller._capacity.costs.model.level == Level(2, 2)
+    node.clock.advance(LOOK_SECONDS)
+    node.send("later")
+    node.settle()
+    assert {level.level for level in seen[-1].share_levels} == {Level(1), Level(2)}
+
+
+@pytest.mark.parametrize(
+    ("share", "stages", "why"),
+    [
+        (2, 4, "this node has no pipeline of 4 stages of one engine each (--max-pp 2)"),
+        (1, 2, "with 1, engines have all layers whole; stages go with share_weights 2"),
+        (4, 2, "this node can change between 1 and 2 only (--share-weights 2)"),
+    ],
+)
+def test_stages_that_a_node_cannot_have_are_refused_by_name(
+    share: int, stages: int, why: str
+) -> None:
+    node = node_of(max_pp=2)
+    assert refused(node, share, stages) == (400, f"share_weights {share}, stages {stages}: {why}")
+
+
+def test_engines_that_cannot_have_whole_stages_say_why() -> None:
+    only_whole = msgspec.structs.replace(SETTINGS, stage_blocks={})
+    node = node_of(settings=only_whole, max_pp=2)
+    assert refused(node, 2, 2) == (
+        409,
+        "share_weights 2, stages 2: engine 0: this fake engine cannot have these weights whole",
+    )
+    only_stages = msgspec.structs.replace(SETTINGS, whole_blocks=0)
+    node = node_of(settings=only_stages, max_pp=2)
+    assert refused(node, 1)[0] == 409
+    change(node, 2, 2)
+    assert_stages(node)
+
+
 # --- what the policy decides ---
 
 
@@ -411,7 +596,7 @@ def test_engines_that_cannot_have_whole_weights_say_why() -> None:
     fixed = FakeSettings(num_blocks=ALL, block_tokens=4, max_model_len=150)
     assert refused(node_of(settings=fixed), 1) == (
         409,
-        "share_weights 1: engine 0: this fake engine cannot have whole weights",
+        "share_weights 1: engine 0: this fake engine cannot have these weights whole",
     )
 
 

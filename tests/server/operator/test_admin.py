@@ -59,13 +59,16 @@ MEMORY = MemoryView(
     reason="manual",
     outcome="done",
     stages={"closing": 0.5, "filling": 1.0},
+    before_stages=2,
 )
 MEMORY_ANSWER = {
     "epoch": 2,
     "at": 1767225600.0,
     "engines": [0, 1],
     "before": 2,
+    "before_stages": 2,
     "after": 1,
+    "after_stages": 1,
     "num_blocks": 812,
     "preempted": 3,
     "duration_seconds": 1.5,
@@ -81,6 +84,7 @@ NODE = LayoutView(
             *(0, "serving", 1024, {"0,1": 64}, {"weights": 1.0}),
             weight_bytes=4096,
             share_weights=2,
+            share_stages=2,
             drained=True,
             requests=3,
         )
@@ -101,6 +105,7 @@ NODE = LayoutView(
     shift=ShiftView(ShiftRule.AUTO, 2, {"tp2": 512}),
     unavailable=[UnavailableView((2, 3), "engine 2 died", "tp2")],
     share_weights=2,
+    share_stages=2,
     hidden_above={"dp": 774},
     memory_changes=[MEMORY],
 )
@@ -165,8 +170,8 @@ class Controller:
         self._take((engines, drained))
         return NODE
 
-    async def change_memory(self, share_weights: int) -> MemoryView:
-        self._take(share_weights)
+    async def change_memory(self, share_weights: int, stages: int) -> MemoryView:
+        self._take((share_weights, stages))
         return MEMORY
 
     async def set_policy(self, policy: str) -> LayoutView:
@@ -457,11 +462,13 @@ async def test_the_layout_is_told_by_the_names_of_the_api(admin: httpx.AsyncClie
                 "lent_blocks": {"0,1": 64},
                 "weight_bytes": 4096,
                 "share_weights": 2,
+                "share_stages": 2,
             }
         ],
         "unavailable": [{"engines": [2, 3], "layout": "tp2", "reason": "engine 2 died"}],
         "shift": SHIFT_ANSWER,
         "share_weights": 2,
+        "share_stages": 2,
         "share_decided_by": "operator",
         "hidden_above": {"dp": 774},
         "memory_changes": [MEMORY_ANSWER],
@@ -472,16 +479,17 @@ async def test_the_layout_is_told_by_the_names_of_the_api(admin: httpx.AsyncClie
 async def test_a_change_of_memory_is_asked_for_and_told(
     controller: Controller, admin: httpx.AsyncClient
 ) -> None:
-    answer = await admin.post("/admin/memory", json={"share_weights": 1})
-    assert (answer.status_code, answer.json()) == (200, MEMORY_ANSWER)
-    assert controller.asked == [1]
+    for stages in ({}, {"stages": 2}):
+        answer = await admin.post("/admin/memory", json={"share_weights": 2, **stages})
+        assert (answer.status_code, answer.json()) == (200, MEMORY_ANSWER)
+    assert controller.asked == [(2, 1), (2, 2)]
 
 
 async def test_the_policy_is_told_to_decide_about_memory_again(
     controller: Controller, admin: httpx.AsyncClient
 ) -> None:
     assert (await admin.post("/admin/memory", json={"share_weights": "auto"})).status_code == 200
-    assert controller.asked == [POLICY_DECIDES]
+    assert controller.asked == [(POLICY_DECIDES, 1)]
 
 
 @pytest.mark.parametrize(
@@ -493,6 +501,9 @@ async def test_the_policy_is_told_to_decide_about_memory_again(
         ({"share_weights": "policy"}, "share_weights"),
         ({"share_weights": 1 << 40}, "share_weights"),
         ({"share_weights": 1, "wait": 3}, "wait"),
+        ({"share_weights": 2, "stages": 0}, "stages"),
+        ({"share_weights": 2, "stages": "2"}, "stages"),
+        ({"share_weights": "auto", "stages": 2}, "stages: goes with a number"),
     ],
 )
 async def test_a_body_that_names_no_level_is_refused(
