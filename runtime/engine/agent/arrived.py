@@ -27,6 +27,12 @@ class Arrivals(msgspec.Struct):
     """Those of them that have their blocks already."""
     tried: int = -1
     """Free blocks with which there was no room for the first."""
+    gives_up: int = 1
+    """How many are computed again the next time that nothing changes for long.
+
+    At first one: where the engines of a group are full and go on alone, it is all that the others
+    need. Where that is of no use, a number that doubles keeps nobody waiting for long.
+    """
 
     @property
     def begins_served(self) -> bool:

@@ -3,8 +3,8 @@
 As the source, a core exports requests at a safe point without steps in flight, and holds their
 blocks until it is told to drop or to keep them. As the destination, a core prepares requests before
 they come, and adopts them in portions: as many as find room, the smallest first. Dropped requests
-make room at the source, so that the rest may find room too. What finds none for ``ROOM_SECONDS`` is
-computed again.
+make room at the source, so that the rest may find room too. If none finds any for ``ROOM_SECONDS``,
+the longest is computed again, whose blocks are room for any other; next time two are, then four.
 
 A group takes blocks of all its members at once. So where blocks are short, requests of several
 sources take turns: the next one comes from the engines that hold most. Otherwise the first source
@@ -314,11 +314,12 @@ class Carrying:
         while share and arrivals.waiting and self._take(core, arrivals, 0, portion):
             share -= 1
         arrivals.tried = core.load.free_blocks
-        if not serves or (gives_up and not portion.carried):
-            # If others take turns with these, the blocks of one are a beginning. The last request
-            # has the most, so they are enough for any other.
-            alone = not serves or len(self._sharers(arrivals)) == 1
-            for _ in arrivals.waiting[:] if alone else arrivals.waiting[:1]:
+        if portion.carried:
+            arrivals.gives_up = 1
+        elif not serves or gives_up:
+            count = arrivals.gives_up if serves else len(arrivals.waiting)
+            arrivals.gives_up *= 2
+            for _ in arrivals.waiting[:count]:
                 self._take(core, arrivals, -1, portion, with_kv=False)
         return portion
 

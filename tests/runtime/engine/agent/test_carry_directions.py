@@ -231,7 +231,27 @@ def test_where_room_is_short_requests_come_in_portions() -> None:
     node.assert_exact(*ids)
 
 
-def test_where_there_is_no_room_they_are_computed_again() -> None:
+def test_a_full_pair_gives_up_one_request_for_each_engine_and_carries_the_rest() -> None:
+    """What these two leave is room for the next two, and so on."""
+    node = Node(num_blocks=41)
+    node.bind(PAIRS[0], 41)
+    ids = {SINGLES[0]: ["a", "b", "c", "d"], SINGLES[1]: ["e", "f", "g", "h"]}
+    node.add(PAIRS[0], *"abcdefgh")
+    node.run_for(6 * STEP)
+    assert node.backends[0].groups[PAIRS[0]].load.free_blocks < 5, "less than a request takes"
+    imports = [node.leave(PAIRS[0], unit, names) for unit, names in ids.items()]
+    node.release(PAIRS[0])
+    for message in imports:
+        node.tell(message.unit.leader, message)
+    node.run_for(ROOM_SECONDS / 2)
+    assert numbers_of(node) == (0, 0, 0)
+    node.run_for(ROOM_SECONDS)
+    assert numbers_of(node) == (6, 2, 2)
+    node.run_for(200 * STEP)
+    node.assert_exact(*"abcdefgh")
+
+
+def test_where_no_room_comes_they_are_computed_again() -> None:
     node = Node()
     target = node.backends[1].own
     lent = target.lend(100 - 8)
@@ -240,7 +260,11 @@ def test_where_there_is_no_room_they_are_computed_again() -> None:
     node.switch({SINGLES[0]: (SINGLES[1], ["a", "b", "c", "d"])}, [])
     node.run_for(ROOM_SECONDS / 2)
     assert numbers_of(node) == (0, 0, 0)
-    node.run_for(ROOM_SECONDS)
+    computed_again = []
+    for _ in range(3):
+        node.run_for(1.1 * ROOM_SECONDS)
+        computed_again.append(numbers_of(node)[1])
+    assert computed_again == [1, 3, 4], "twice as many each time, so that nobody waits for long"
     assert numbers_of(node) == (0, 4, 1)
     target.take_back(lent)
     node.run_for(100 * STEP)
