@@ -46,6 +46,19 @@ WHOLE = Level(1)
 """Each engine has whole weights."""
 
 
+def levels_of(share: int, layouts: Iterable[Layout]) -> list[Level]:
+    """Return the levels that a node may have, whole weights first.
+
+    Args:
+        share: how many engines share weights at the start.
+        layouts: those that the node forms.
+    """
+    if share == 1:
+        return [WHOLE]
+    stages = [layout.pp for layout in layouts if layout.tp == 1 < layout.pp]
+    return [WHOLE, Level(share), *(Level(share, pp) for pp in stages)]
+
+
 def slowest(levels: Iterable[Level]) -> Level:
     """Return the level at which engines read most from others; there is one at least."""
     return max(levels, key=lambda level: (level.share, -level.stages))

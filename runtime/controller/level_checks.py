@@ -2,19 +2,10 @@
 
 from collections.abc import Iterable
 
-from shoal.policies.values.level import WHOLE, Level
+from shoal.policies.values.level import Level, levels_of
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
-
-
-def levels_of(config: NodeConfig) -> list[Level]:
-    """Return the levels that a node of this configuration may have, whole weights first."""
-    share = config.share_weights
-    if share == 1:
-        return [WHOLE]
-    stages = [layout.pp for layout in config.layouts if layout.tp == 1 < layout.pp]
-    return [WHOLE, Level(share), *(Level(share, pp) for pp in stages)]
 
 
 class LevelChecks:
@@ -31,7 +22,7 @@ class LevelChecks:
         self._engines = books.engines
         self.start = Level(config.share_weights)
         """The level at the start."""
-        self.all = levels_of(config)
+        self.all = levels_of(config.share_weights, config.layouts)
 
     def blocks(self, level: Level, engines: Iterable[int] | None = None) -> int:
         """Return the least KV blocks that one of the engines has at a level that all can have."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from shoal.policies.registry import POLICIES
 from shoal.policies.values.layouts import DP, Unit, alone, tier_of
+from shoal.policies.values.level import levels_of
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.engine_book import EngineState
-from shoal.runtime.controller.level_checks import levels_of
 from shoal.runtime.protocol.messages import Load, Mode, SpExchange, Work
 from shoal.runtime.protocol.messages.metrics import (
     PRIORITY_CLASSES,
@@ -114,7 +114,7 @@ class Gauges:
             {
                 (str(engine.number), *map(str, level)): engine.weight_bytes
                 * (engine.level == level)
-                for level in levels_of(self.config)
+                for level in levels_of(self.config.share_weights, self.config.layouts)
                 for engine in self.books.engines
             },
         )

@@ -255,6 +255,8 @@ class LayoutLoader:
             if layout == DP:
                 dummy = self._dp.load_config.load_format == "dummy"
                 self.shared.complete(worker.model, dummy=dummy)
+                pipelines = [of.pp for of in self._node.layouts if of.tp == 1 < of.pp]
+                self.shared.whole.find_stages(self._engine, pipelines)
                 worker.borrowed_bytes = self.shared.borrowed_bytes
             self.shared.stream_in(worker.model, layout)
 

@@ -406,8 +406,8 @@ class SharedLayers:
         if pp > 1:
             numbers = dict.fromkeys(self._weights[name].layer for name in here)
             self._slots.stages[tp, pp] = [*numbers, *pieces]
-            if tp == DP.tp:
-                self.whole.stages[pp] = self._slots.stages[tp, pp]
+            known = self.whole.stages if tp == DP.tp else {}
+            assert known.get(pp, {*numbers, *pieces}) == {*numbers, *pieces}, "of another stage"
         waits = {weight.layer for weight in self._weights.values() if weight.kind == QKV}
         for name, number in self._mlps.items():
             if name in modules and number not in waits:  # else its attention waits (``SlotQkv``)

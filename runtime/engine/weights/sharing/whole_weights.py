@@ -6,14 +6,16 @@ The addresses stay the same, so models need not know of a change. The layers tha
 those of the engine's stage in one of the node's pipelines, or all: a pipeline of one stage.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.models.utils import extract_layer_index
 
 from shoal.runtime.engine.weights.sharing.filling import PATIENCE_SECONDS, Filling, Part
 from shoal.runtime.engine.weights.sharing.pages import Exchange, Pages
-from shoal.runtime.engine.weights.sharing.shared_weight import SharedWeight
+from shoal.runtime.engine.weights.sharing.shared_weight import HEAD, SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import SLOTS
 
 
@@ -55,8 +57,7 @@ class WholeWeights:
         self.layers: frozenset[int] = frozenset()
         """The numbers of the layers that have their own weights; others are streamed."""
         self.stages: dict[int, Collection[int]] = {}
-        """The numbers of the layers of this engine's stage in the pipelines of engines alone, by
-        the number of stages."""
+        """The numbers of the layers of this engine's stage in pipelines, by their stages."""
 
     def add(self, name: str, weight: SharedWeight) -> None:
         """Make addresses for a weight, with a slot behind them."""
@@ -77,6 +78,26 @@ class WholeWeights:
             # Written, so that its pages count as used before the rest is given to KV.
             self._slots[key] = self._pages.create([size]).zero_()
         return self._slots[key]
+
+    def find_stages(self, engine: int, pipelines: Iterable[int]) -> None:
+        """Find the layers of an engine's stages; all weights are known.
+
+        The stages need not be there: an engine that comes back has no groups at first.
+
+        Args:
+            engine: its number.
+            pipelines: for each pipeline of engines alone, its number of stages.
+        """
+        layers = {n: extract_layer_index(n) for n, w in self._weights.items() if w.kind != HEAD}
+        for pp in pipelines:
+            stage = engine % pp
+            here = range(*get_pp_indices(max(layers.values()) + 1, stage, pp))
+            # The LM head belongs to the last stage.
+            self.stages[pp] = {
+                weight.layer
+                for name, weight in self._weights.items()
+                if (layers[name] in here if name in layers else stage == pp - 1)
+            }
 
     def slot(self, name: str, part: int) -> torch.Tensor:
         """Return one part of a weight as it is stored, in its slot: ``[rows, columns]``."""

@@ -349,6 +349,7 @@ class SharingEngine:
 
     def complete(self) -> None:
         self.mlps.complete(self.dp, dummy=False)
+        self.mlps.whole.find_stages(self.number, [len(STAGES)])
         self.mlps.stream_in(self.dp, Layout())
 
     def member(self, tp: int, pp: int = 1) -> Model:

@@ -171,10 +171,6 @@ def test_an_engine_with_the_layers_of_its_stage_streams_only_others(
 ) -> None:
     simulate_streams(monkeypatch, [])
     engines, stock = node(tmp_path, share, kind, weights), weights.outputs(weights.whole())
-    for engine in engines:
-        engine.outputs(1, 2)
-    with pytest.raises(KeyError):
-        engines[0].be_whole(4)
     for stages in (engines[:1], engines):
         for engine in stages:
             shared = engine.store.resident_bytes
@@ -193,7 +189,7 @@ def test_an_engine_with_the_layers_of_its_stage_streams_only_others(
 
 def assert_only_others_are_streamed(engines: list[SharingEngine]) -> None:
     for engine in engines:
-        own, copier = set(engine.slots.stages[1, 2]), engine.slots.copier
+        own, copier = engine.mlps.whole.stages[2], engine.slots.copier
         engine.slots.settle()
         started: list[Sequence[Copy]] = []
         recorder = SimpleNamespace(start=started.append, wait=lambda _: None)
@@ -214,7 +210,6 @@ def test_a_stage_that_has_the_memory_of_another_layer_changes_what_is_computed(
 ) -> None:
     """The negative control: the first stage's two layers change places."""
     engine, *_ = node(tmp_path, 2)
-    engine.member(1, 2)
     parts = WholeWeights._parts
 
     def exchanged(whole: WholeWeights, kept: dict[int, torch.Tensor]) -> dict[int, list[Part]]:
