@@ -60,5 +60,5 @@ def levels_of(share: int, layouts: Iterable[Layout]) -> list[Level]:
 
 
 def slowest(levels: Iterable[Level]) -> Level:
-    """Return the level at which engines read most from others; there is one at least."""
-    return max(levels, key=lambda level: (level.share, -level.stages))
+    """Return the level at which engines alone read most from others; there is one at least."""
+    return max(levels, key=lambda level: (level.share, level.stages == 1, level.stages))

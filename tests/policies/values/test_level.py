@@ -30,7 +30,7 @@ def test_which_layers_no_member_reads(level: Level, shares: list[float]) -> None
 def test_a_unit_is_as_slow_as_the_member_that_reads_most() -> None:
     assert slowest([WHOLE, Level(2, 2)]) == Level(2, 2)
     assert slowest([Level(2, 2), Level(2), WHOLE]) == Level(2)
-    assert slowest([Level(2, 4), Level(2, 2)]) == Level(2, 2)
+    assert slowest([Level(2, 2), Level(2, 4)]) == Level(2, 4)
 
 
 def test_levels_have_names() -> None:

@@ -426,8 +426,8 @@ def damage_stages(runner: ProbedRunner, damage: str) -> None:
             anything is copied.
     """
     shared = runner._loader.shared
+    vars(shared.whole).pop("fill", None)
     if not damage:
-        del shared.whole.fill
         return
     fill = shared.whole.fill
 

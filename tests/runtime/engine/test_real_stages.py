@@ -18,7 +18,7 @@ from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, SHARED, random_prompts
 from tests.runtime.engine.real_node import RealNode
 from tests.runtime.engine.test_real_carry import TOKENS, further
-from tests.runtime.engine.test_real_pipeline import FOUR_ENGINES, assert_every_pipeline
+from tests.runtime.engine.test_real_pipeline import FOUR, FOUR_ENGINES, assert_every_pipeline
 from tests.units import pp, tp
 from tests.variety import is_varied
 
@@ -83,21 +83,6 @@ def test_a_slot_that_is_read_too_early_changes_a_pipelines_tokens(node: RealNode
     assert node.audit() == []
 
 
-def test_memory_moves_while_a_pipeline_works(node: RealNode) -> None:
-    prompts = random_prompts((40, 70, 90), next(_seeds))
-    expected = node.generate_spread([alone(0), alone(1)], prompts, FEW)
-    with node.bound(PAIR):
-        for share in (1, 2):
-            requests = node.submit(PAIR, prompts, FEW)
-            node.wait_for_tokens(requests, 4)
-            view = node.change_memory(share)
-            assert (view.after, view.error) == (share, None)
-            assert node.probe_all(probes.streams) == [share > 1] * 2
-            assert node.wait(requests) == expected
-            assert node.generate(PAIR, prompts, 16) == [tokens[:16] for tokens in expected]
-    assert node.audit() == []
-
-
 def levels(node: RealNode) -> list[Level]:
     return [engine.level for engine in node.controller.books.engines]
 
@@ -106,8 +91,8 @@ def blocks(node: RealNode) -> list[int]:
     return [node.controller.books.engines.num_blocks(engine) for engine in PAIR.engines]
 
 
-def test_stages_become_whole_and_shared_again_under_requests(node: RealNode) -> None:
-    """The pipeline then streams nothing, DP the layers of other stages, and TP as little as ever.
+def test_memory_moves_under_requests_of_a_pipeline_and_of_engines_alone(node: RealNode) -> None:
+    """With whole stages, a pipeline streams nothing, DP the layers of other stages, TP nothing.
 
     From whole weights to whole stages and back the way leads over shared weights.
     """
@@ -131,8 +116,9 @@ def test_stages_become_whole_and_shared_again_under_requests(node: RealNode) -> 
         return [set(layers) for layers in node.probe_all(probes.take_streamed)]
 
     with node.bound(PAIR):
-        for level in (STAGES, SHARED_BY_2, STAGES):
+        for level in (WHOLE, SHARED_BY_2, STAGES):
             change(PAIR, level)
+            assert node.probe_all(probes.streams) == [level != WHOLE] * 2
         assert streamed(PAIR) == [set(), set()]
     assert streamed(alone(0)) == [{3, 4, 5, HEAD}, set()]
     assert streamed(alone(1)) == [set(), {0, 1, 2}]
@@ -147,15 +133,14 @@ def test_stages_become_whole_and_shared_again_under_requests(node: RealNode) -> 
     assert node.audit() == []
 
 
-@pytest.mark.parametrize("damage", ["exchanged", "early"])
-def test_whole_stages_that_hold_other_layers_change_the_tokens(node: RealNode, damage: str) -> None:
-    for damaged in (damage, ""):
+def test_whole_stages_that_hold_other_layers_change_the_tokens(node: RealNode) -> None:
+    for damage in ("exchanged", "early", ""):
         prompts = random_prompts((5, 33, 100), next(_seeds))
         expected = node.generate(alone(0), prompts)
-        node.probe(0, probes.damage_stages, damaged)
+        node.probe(0, probes.damage_stages, damage)
         node.change_memory(*STAGES)
         with node.bound(PAIR):
-            assert (node.generate(PAIR, prompts) == expected) is not bool(damaged)
+            assert (node.generate(PAIR, prompts) == expected) is (damage == "")
         node.change_memory(2)
     assert node.audit() == []
 
@@ -183,6 +168,10 @@ def test_four_engines_that_share_weights_form_every_pipeline(tmp_path: Path, sha
     write_checkpoint(tmp_path / "model", CheckpointSpec(layers=4))
     with RealNode(tmp_path / "model", 4, max_pp=4, share_weights=share) as node:
         assert_every_pipeline(node)
-        for stages in (4, 2):
-            assert node.change_memory(share, stages).error is None
+        for unit in (FOUR, PAIR):
+            assert node.change_memory(share, unit.layout.pp).error is None
             assert_every_pipeline(node)
+            node.probe_all(probes.take_streamed)
+            with node.bound(unit):
+                node.generate(unit, PROMPTS)
+            assert not any(node.probe_all(probes.take_streamed)[: unit.size])

@@ -28,11 +28,16 @@ def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def test_pipelines_generate_dps_tokens(result: dict[str, Any]) -> None:
-    """In chunks, from the prefix cache, one request after the other, and beside aborted ones."""
+    """In chunks, from the prefix cache, one request after the other, and beside aborted ones.
+
+    Two engines share weights, and then have their stages whole.
+    """
     assert result["runners"] == ["vllm.v1.worker.gpu.model_runner"]
     assert result["owned"] == 0
     tokens = result["tokens"]
     assert {"pp2", "pp2 from the prefix cache", "each alone", "with aborts"} <= tokens.keys()
+    whole = tokens.pop("whole stages", tokens["dp"] * 2)
+    assert whole == tokens["dp"] * 2
     for name, outputs in tokens.items():
         assert outputs == tokens["dp"][: len(outputs)], name
     assert all(tokens.values())

@@ -131,12 +131,26 @@ def formed_anew(node: real_node.RealNode) -> list[list[int]]:
         return node.generate(PAIR, PROMPTS, TOKENS)
 
 
+def with_whole_stages(node: real_node.RealNode) -> list[list[int]]:
+    """Return a pipeline's tokens while its stages become whole, and when they are shared again."""
+    with node.bound(PAIR):
+        running = node.submit(PAIR, PROMPTS, TOKENS)
+        node.change_memory(2, stages=2)
+        found = node.wait(running)
+        node.probe_all(probes.take_streamed)
+        found += node.generate(PAIR, PROMPTS, TOKENS)
+        assert node.probe_all(probes.take_streamed) == [{}, {}], "it streams nothing"
+        node.change_memory(2)
+    return found
+
+
 def main(directory: Path, engines: int, operations: int) -> dict[str, Any]:
     real_node.PATIENCE_SECONDS = PATIENCE_SECONDS
     case, model = CASES[engines], directory / "model"
     write_checkpoint(model, CheckpointSpec(layers=case.layers, kv_heads=2))
     four = engines == random_life.ENGINES
-    further = random_life.NODE if four else {"precopy_tokens": 100, "restart_limit": 1}
+    two = {"precopy_tokens": 100, "restart_limit": 1, "share_weights": 2}
+    further = random_life.NODE if four else two
     sizes = {"patience": PATIENCE_SECONDS, "environment": V2, "max_pp": engines} | further
     with real_node.RealNode(model, engines, **sizes) as node:
         result: dict[str, Any] = {
@@ -158,6 +172,8 @@ def main(directory: Path, engines: int, operations: int) -> dict[str, Any]:
             node.probe_all(probes.tell_wrong_tokens, False)
         sampled, switches = through_carries(node, case)
         result |= {"tokens": tokens, "sampled": sampled, "switches": switches}
+        if not four:
+            tokens["whole stages"] = with_whole_stages(node)
         result["problems"] = node.audit()
         if not four:
             tokens["formed anew"] = formed_anew(node)
