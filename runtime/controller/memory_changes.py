@@ -215,12 +215,11 @@ class MemoryChanges:
         # The leader of a group has all members do it; those at that level have nothing to do.
         engines = sorted({member for engine in behind for member in unit_of(engine).engines})
         left = {self._engines[number].level for number in engines} - {goal}
-        leads_over_start = not left <= {self._start}
-        if leads_over_start:
-            otherwise, before = self._start, slowest(left - {self._start})
-        else:
-            before = self._start if left else goal
-        level = self._start if leads_over_start else goal
+        whole = left - {self._start}
+        before = slowest(whole or left or {goal})
+        level = self._start if whole else goal
+        if level != goal:
+            otherwise = self._start  # it leads over this level, and stays there if it fails
         change = Change(
             epoch, level, goal, before, otherwise, engines, set(engines), reason, now, caller
         )
