@@ -91,7 +91,7 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
     _add_log_option(group)
     add_access_options(group)
     add_shift_options(group, automatic=True)
-    add_sharing_options(group, automatic=True)
+    add_sharing_options(group)
     add_bounds_options(group)
     add_batch_options(group)
     add_connection_options(group)

@@ -39,6 +39,28 @@ def test_policies_are_shown_side_by_side(
     assert picture.read_text().startswith("<svg")
 
 
+def test_engines_share_weights_as_a_node_that_starts_chooses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On an H100 whole weights of a 32B model leave little KV, and single engines keep them."""
+    figures = tmp_path / "figures.json"
+    few = ("--trace", "poisson", "--rate", "1", "--requests", "3", "--json", str(figures))
+    model = ("--model-shape", "qwen-2.5-32b-bf16", "--hardware", "h100", "--engines", "2")
+
+    def times(*arguments: str) -> list[float]:
+        assert run(*few, *model, "--policy", "static-dp,static-tp", *arguments) == 0
+        reports = json.loads(figures.read_text())["reports"]
+        return [one["groups"]["all"]["tpot"]["mean"] for one in reports]
+
+    found = times()
+    chosen = [line for line in capsys.readouterr().err.splitlines() if "--share-weights" in line]
+    assert chosen == ["static-tp: --share-weights 2"]
+    whole, shared = times("--share-weights", "1"), times("--share-weights", "2")
+    assert "--share-weights" not in capsys.readouterr().err
+    assert found == [whole[0], shared[1]]
+    assert shared[0] > whole[0], "single engines that share read weights in each step"
+
+
 def test_sp_is_compared_with_the_rest(tmp_path: Path) -> None:
     """In prompts SP is faster than TP and DP, in outputs much slower where it runs alone."""
     figures = tmp_path / "figures.json"
