@@ -40,7 +40,7 @@ from shoal.server.options.sharing_options import (
     fewest_sharers,
     weight_limits,
 )
-from shoal.server.options.shift_options import add_shift_options, check_shift
+from shoal.server.options.shift_options import AUTO, add_shift_options, check_shift
 from shoal.server.options.step_options import add_mixed_option
 from shoal.server.options.tier_option import add_tier_option
 from shoal.server.options.urgent_options import add_urgent_option, check_urgent
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_mixed_option(parser)
     add_tier_option(parser)
-    add_shift_options(parser, automatic=False)
+    add_shift_options(parser)
     add_sharing_options(parser)
     add_target_option(parser)
     add_urgent_option(parser)
@@ -172,10 +172,13 @@ def _node(
         args.max_num_batched_tokens = hardware.batch_limits.tokens
     check_at_least(args, 1, "max_num_seqs", "max_num_batched_tokens")
     check_at_least(args, 0, "captured_tokens", "mixed_step_tokens", "kv_tier_gib")
+    shape = read_shape(args.model_shape)
+    if args.max_sp == AUTO:
+        # Models with experts are not among those that ``automatic_max_sp`` knows.
+        args.max_sp = 1 if shape.experts or hardware.is_cpu else max_group
     check_shift(args, policies, max_group)
     check_share(args.share_weights, args.engines)
     check_urgent(args, policies, args.engines, max_group)
-    shape = read_shape(args.model_shape)
     if isinstance(args.share_weights, int) and args.share_weights > 1 and shape.experts:
         raise UserError(f"--share-weights {args.share_weights}: {args.model_shape} has experts")
     if shape.layers % args.max_pp:

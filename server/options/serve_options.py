@@ -90,7 +90,7 @@ def add_shoal_options(parser: argparse.ArgumentParser, environ: Mapping[str, str
     add_pool_options(group)
     _add_log_option(group)
     add_access_options(group)
-    add_shift_options(group, automatic=True)
+    add_shift_options(group)
     add_sharing_options(group)
     add_bounds_options(group)
     add_batch_options(group)

@@ -39,6 +39,24 @@ def test_policies_are_shown_side_by_side(
     assert picture.read_text().startswith("<svg")
 
 
+def test_groups_run_by_sequence_as_those_of_a_node_that_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a dense model on GPUs do; without SP the policy ``shift`` has nothing to decide."""
+    figures = tmp_path / "figures.json"
+    one = ("--trace", "poisson", "--rate", "1", "--requests", "1", "--prompt-tokens", "4000")
+    common = (*one, "--engines", "2", "--policy", "shift", "--json", str(figures))
+    first_tokens = []
+    for degree in ((), ("--max-sp", "2"), ("--max-sp", "2", "--shift-threshold", "off")):
+        assert run(*common, "--model-shape", "llama-3-8b-bf16", *degree) == 0
+        (report,) = json.loads(figures.read_text())["reports"]
+        first_tokens.append(report["groups"]["all"]["ttft"]["mean"])
+    assert first_tokens[0] == first_tokens[1] < first_tokens[2]
+    for model in (("qwen3-30b-a3b-bf16",), ("shoal-demo", "--hardware", "cpu-2core")):
+        assert run(*common, "--model-shape", *model) == 2
+        assert "--policy shift needs --max-sp" in capsys.readouterr().err
+
+
 def test_engines_share_weights_as_a_node_that_starts_chooses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

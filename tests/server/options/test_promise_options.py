@@ -56,7 +56,7 @@ class Model(SimpleNamespace):
 def parsed(*argv: str, policy: str = "adaptive") -> Namespace:
     parser = ArgumentParser(exit_on_error=False)
     add_promise_options(parser.add_argument_group("Shoal"))
-    add_shift_options(parser, automatic=False)
+    add_shift_options(parser)
     return parser.parse_args(argv, Namespace(policy=policy, share_weights=1))
 
 
