@@ -150,7 +150,7 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
         (("--trace", "bursty", "--policy", "static-dp", "--max-num-seqs", "0"), "--max-num-seqs"),
         (("--trace", "bursty", "--policy", "static-dp", "--fit-file", "no"), "no: no such file"),
         (("--trace", "bursty", "--policy", "static-dp", "--fit-file", __file__), "Expected"),
-        (("--trace", "bursty", "--policy", "shift"), "--policy shift needs --max-sp"),
+        (("--trace", "bursty", "--policy", "shift", "--max-sp", "1"), "needs --max-sp"),
         (("--trace", "bursty", "--policy", "shift", "--max-sp", "5"), "--max-sp 5"),
         (
             ("--trace", "bursty", "--policy", "static-dp", "--captured-tokens", "-1"),

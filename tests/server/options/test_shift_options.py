@@ -87,8 +87,12 @@ def test_what_is_no_threshold_is_named() -> None:
         (["--max-sp", "3"], "flying", "--max-sp 3: with groups of up to 4 it is 1, 2, 4"),
         (["--max-sp", "0"], "flying", "--max-sp 0"),
         (["--max-sp", "8"], "flying", "--max-sp 8"),
-        (["--shift-threshold", "512"], "flying", "--shift-threshold needs --max-sp"),
-        ([], "shift", "--policy shift needs --max-sp"),
+        (
+            ["--max-sp", "1", "--shift-threshold", "512"],
+            "flying",
+            "--shift-threshold needs --max-sp",
+        ),
+        (["--max-sp", "1"], "shift", "--policy shift needs --max-sp"),
     ],
 )
 def test_what_no_group_can_do_is_refused(argv: list[str], policy: str, named: str) -> None:
