@@ -9,6 +9,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -26,15 +27,20 @@ from shoal.runtime.config import ENGINE_COUNTS, FULL_GRAPH_TOKENS
 from shoal.runtime.fit_file import FitFileError, read_fit
 from shoal.runtime.simulation.data_sheets import all_hardware, hardware_named
 from shoal.runtime.simulation.node_settings import Node
-from shoal.runtime.simulation.shape_files import FileError, built_in, read_shape
+from shoal.runtime.simulation.shape_files import MEMORY_SHARE, FileError, built_in, read_shape
 from shoal.runtime.simulation.simulated_node import Run, SimulationError, simulate
 from shoal.server.commands.command_parser import CommandParser
 from shoal.server.errors import UserError
 from shoal.server.files import write_file
 from shoal.server.number_options import check_at_least
 from shoal.server.options.pool_options import add_placement_options
-from shoal.server.options.sharing_options import add_sharing_options, check_share
-from shoal.server.options.shift_options import add_shift_options, check_shift
+from shoal.server.options.sharing_options import (
+    add_sharing_options,
+    check_share,
+    fewest_sharers,
+    weight_limits,
+)
+from shoal.server.options.shift_options import AUTO, add_shift_options, check_shift
 from shoal.server.options.step_options import add_mixed_option
 from shoal.server.options.tier_option import add_tier_option
 from shoal.server.options.urgent_options import add_urgent_option, check_urgent
@@ -58,7 +64,9 @@ def main(argv: Sequence[str]) -> int:
         objectives = read_objectives(args)
         node = _node(args, policies, objectives)
         workload = read_workload(args)
-        runs = [_simulate(node, policy, workload, objectives) for policy in policies]
+        nodes = [replace(node, share_weights=_share(args, node, each)) for each in policies]
+        pairs = zip(nodes, policies, strict=True)
+        runs = [_simulate(each, policy, workload, objectives) for each, policy in pairs]
     except (FileError, PolicyError) as error:
         raise UserError(str(error)) from error
     except SimulationError as error:
@@ -98,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_mixed_option(parser)
     add_tier_option(parser)
-    add_shift_options(parser, automatic=False)
-    add_sharing_options(parser, automatic=False)
+    add_shift_options(parser)
+    add_sharing_options(parser)
     add_target_option(parser)
     add_urgent_option(parser)
     add_workload_options(parser)
@@ -164,11 +172,14 @@ def _node(
         args.max_num_batched_tokens = hardware.batch_limits.tokens
     check_at_least(args, 1, "max_num_seqs", "max_num_batched_tokens")
     check_at_least(args, 0, "captured_tokens", "mixed_step_tokens", "kv_tier_gib")
+    shape = read_shape(args.model_shape)
+    if args.max_sp == AUTO:
+        # Models with experts are not among those that ``automatic_max_sp`` knows.
+        args.max_sp = 1 if shape.experts or hardware.is_cpu else max_group
     check_shift(args, policies, max_group)
     check_share(args.share_weights, args.engines)
     check_urgent(args, policies, args.engines, max_group)
-    shape = read_shape(args.model_shape)
-    if args.share_weights > 1 and shape.experts:
+    if isinstance(args.share_weights, int) and args.share_weights > 1 and shape.experts:
         raise UserError(f"--share-weights {args.share_weights}: {args.model_shape} has experts")
     if shape.layers % args.max_pp:
         raise UserError(
@@ -188,7 +199,6 @@ def _node(
         urgent_engines=args.urgent_engines,
         seed=args.seed,
         max_sp=args.max_sp,
-        share_weights=args.share_weights,
         move_memory=args.move_memory,
         shift_threshold=args.shift_threshold,
         captured_tokens=args.captured_tokens,
@@ -198,6 +208,20 @@ def _node(
         corrections=_corrections(args.fit_file),
         tier_gib=args.kv_tier_gib,
     )
+
+
+def _share(args: Namespace, node: Node, policy: str) -> int:
+    """Return how many engines share weights under a policy, as a node that starts chooses it."""
+    if isinstance(args.share_weights, int):
+        return int(args.share_weights)
+    if node.shape.experts:
+        return 1
+    room = node.hardware.memory_bytes * MEMORY_SHARE
+    limits = weight_limits(policy, node.max_group)
+    found = fewest_sharers(node.shape, room, node.engines, node.max_sp, limits) or node.engines
+    if found > 1:
+        print(f"{policy}: --share-weights {found}", file=sys.stderr)
+    return found
 
 
 def _corrections(path: Path | None) -> tuple[Correction, ...]:

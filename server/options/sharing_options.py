@@ -7,7 +7,7 @@ from typing import Any
 from shoal.policies.static import MANUAL, STATIC_DP
 from shoal.runtime.config import ENGINE_COUNTS
 from shoal.runtime.node.supervisor import Say
-from shoal.runtime.simulation.shape_files import FileError
+from shoal.runtime.simulation.shape_files import FileError, ShapeFile
 from shoal.server.errors import UserError
 from shoal.server.options.promise_options import shape_of
 from shoal.server.options.shift_options import BY_SEQUENCE
@@ -29,23 +29,16 @@ USUAL_FOR_WEIGHTS = 0.75
 longer for it than whole weights save (docs/benchmarks/share-weights.md)."""
 
 
-def add_sharing_options(group: _ActionsContainer, *, automatic: bool) -> None:
-    """Add ``--share-weights`` and ``--move-memory``.
-
-    Args:
-        group: the group that gets the option.
-        automatic: whether ``--share-weights auto`` is known.
-    """
-    rule = f"; {AUTO}: the fewest with which three quarters of a GPU hold the weights"
-    usual = f"{AUTO} for the models it is tested on, else 1" if automatic else "1"
+def add_sharing_options(group: _ActionsContainer) -> None:
+    """Add ``--share-weights``, which is None by default, and ``--move-memory``."""
     group.add_argument(
         "--share-weights",
-        type=_share if automatic else int,
-        default=None if automatic else 1,
-        choices=(AUTO, *ENGINE_COUNTS) if automatic else ENGINE_COUNTS,
+        type=_share,
+        choices=(AUTO, *ENGINE_COUNTS),
         help="how many engines share the weights of layers: each keeps one part of so many, and "
-        f"reads the others' parts while it computes{rule if automatic else ''} "
-        f"(default: {usual}; with 1 each keeps all)",
+        f"reads the others' parts while it computes; {AUTO}: the fewest with which three quarters "
+        f"of a GPU hold the weights (default: {AUTO} for the models it is tested on, else 1; with "
+        "1 each keeps all)",
     )
     group.add_argument(
         "--move-memory",
@@ -91,16 +84,38 @@ def settle_share(args: Namespace, config: Any, engines: int, memory: int, say: S
     room = memory - chosen if memory and chosen else memory * cache.gpu_memory_utilization
     # The largest degree of SP is chosen later; the larger it is, the less engines may share.
     max_sp = args.max_sp if isinstance(args.max_sp, int) else engines
-    # DP alone is slow while it streams, so it has whole weights if they fit at all.
-    forms_groups = args.policy not in (MANUAL.name, STATIC_DP.name) and args.max_group != 1
-    wants_kv = forms_groups and not chosen
-    limits = (USUAL_FOR_WEIGHTS, MOST_FOR_WEIGHTS) if wants_kv else (MOST_FOR_WEIGHTS,)
+    limits = (MOST_FOR_WEIGHTS,) if chosen else weight_limits(args.policy, args.max_group)
     args.share_weights = automatic_share(config, engines, room, max_sp, limits)
     if asked is None and args.share_weights > 1:
         say(
             f"--share-weights {args.share_weights}: whole weights would leave too little of each "
             "GPU's memory for KV (--share-weights 1 keeps them whole)"
         )
+
+
+def weight_limits(policy: str, max_group: int | None) -> Sequence[float]:
+    """Return the shares of the memory that weights may take (see ``automatic_share``).
+
+    DP alone is slow while it streams, so it has whole weights if they fit at all.
+
+    Args:
+        policy: which begins.
+        max_group: size of the largest group; None: all engines.
+    """
+    forms_groups = policy not in (MANUAL.name, STATIC_DP.name) and max_group != 1
+    return (USUAL_FOR_WEIGHTS, MOST_FOR_WEIGHTS) if forms_groups else (MOST_FOR_WEIGHTS,)
+
+
+def fewest_sharers(
+    shape: ShapeFile, room: float, engines: int, max_sp: int, limits: Sequence[float]
+) -> int | None:
+    """Return ``automatic_share`` of a shape; None: its weights are above all limits."""
+    counts = [count for count in ENGINE_COUNTS if count <= engines]
+    for most in limits:
+        for count in counts:
+            if shape.kept_bytes(count, engines, max_sp) <= most * room:
+                return count
+    return None
 
 
 def _is_tested(args: Namespace, config: Any, engines: int) -> bool:
@@ -144,15 +159,13 @@ def automatic_share(
         shape = shape_of(model, config.cache_config.cache_dtype)
     except FileError:  # nobody knows how large it is
         return 1
-    counts = [count for count in ENGINE_COUNTS if count <= engines]
-    for most in limits:
-        for count in counts:
-            if shape.kept_bytes(count, engines, max_sp) <= most * room:
-                return count
-    least = shape.kept_bytes(counts[-1], engines, max_sp) / 1e9
+    found = fewest_sharers(shape, room, engines, max_sp, limits)
+    if found is not None:
+        return found
+    least = shape.kept_bytes(engines, engines, max_sp) / 1e9
     raise UserError(
         f"--share-weights {AUTO}: {model.model} has {shape.weight_bytes / 1e9:.0f} GB of weights; "
-        f"with --share-weights {counts[-1]} each engine keeps {least:.0f} GB, and a GPU has room "
+        f"with --share-weights {engines} each engine keeps {least:.0f} GB, and a GPU has room "
         f"for {limits[-1] * room / 1e9:.0f} GB"
     )
 

@@ -22,21 +22,16 @@ ask for SP. Engines report what keeps a model's attention from being exchanged o
 it."""
 
 
-def add_shift_options(group: _ActionsContainer, *, automatic: bool) -> None:
-    """Add ``--max-sp`` and ``--shift-threshold``.
-
-    Args:
-        group: the group that gets the options.
-        automatic: whether ``--max-sp auto`` is known, and the default.
-    """
-    rule = f"; {AUTO}: on GPUs the largest group, for the models it is tested on, else 1"
+def add_shift_options(group: _ActionsContainer) -> None:
+    """Add ``--max-sp`` and ``--shift-threshold``."""
     group.add_argument(
         "--max-sp",
-        type=_max_sp if automatic else int,
-        default=AUTO if automatic else 1,
-        metavar=f"N|{AUTO}" if automatic else "N",
-        help="largest sequence-parallel degree of a group's steps; 1: none is run in SP"
-        f"{rule if automatic else ''} (default: %(default)s)",
+        type=_max_sp,
+        default=AUTO,
+        metavar=f"N|{AUTO}",
+        help="largest sequence-parallel degree of a group's steps; 1: none is run in SP; "
+        f"{AUTO}: on GPUs the largest group, for the models it is tested on, else 1 "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--shift-threshold",

@@ -39,6 +39,46 @@ def test_policies_are_shown_side_by_side(
     assert picture.read_text().startswith("<svg")
 
 
+def test_groups_run_by_sequence_as_those_of_a_node_that_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a dense model on GPUs do; without SP the policy ``shift`` has nothing to decide."""
+    figures = tmp_path / "figures.json"
+    one = ("--trace", "poisson", "--rate", "1", "--requests", "1", "--prompt-tokens", "4000")
+    common = (*one, "--engines", "2", "--policy", "shift", "--json", str(figures))
+    first_tokens = []
+    for degree in ((), ("--max-sp", "2"), ("--max-sp", "2", "--shift-threshold", "off")):
+        assert run(*common, "--model-shape", "llama-3-8b-bf16", *degree) == 0
+        (report,) = json.loads(figures.read_text())["reports"]
+        first_tokens.append(report["groups"]["all"]["ttft"]["mean"])
+    assert first_tokens[0] == first_tokens[1] < first_tokens[2]
+    for model in (("qwen3-30b-a3b-bf16",), ("shoal-demo", "--hardware", "cpu-2core")):
+        assert run(*common, "--model-shape", *model) == 2
+        assert "--policy shift needs --max-sp" in capsys.readouterr().err
+
+
+def test_engines_share_weights_as_a_node_that_starts_chooses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On an H100 whole weights of a 32B model leave little KV, and single engines keep them."""
+    figures = tmp_path / "figures.json"
+    few = ("--trace", "poisson", "--rate", "1", "--requests", "3", "--json", str(figures))
+    model = ("--model-shape", "qwen-2.5-32b-bf16", "--hardware", "h100", "--engines", "2")
+
+    def times(*arguments: str) -> list[float]:
+        assert run(*few, *model, "--policy", "static-dp,static-tp", *arguments) == 0
+        reports = json.loads(figures.read_text())["reports"]
+        return [one["groups"]["all"]["tpot"]["mean"] for one in reports]
+
+    found = times()
+    chosen = [line for line in capsys.readouterr().err.splitlines() if "--share-weights" in line]
+    assert chosen == ["static-tp: --share-weights 2"]
+    whole, shared = times("--share-weights", "1"), times("--share-weights", "2")
+    assert "--share-weights" not in capsys.readouterr().err
+    assert found == [whole[0], shared[1]]
+    assert shared[0] > whole[0], "single engines that share read weights in each step"
+
+
 def test_sp_is_compared_with_the_rest(tmp_path: Path) -> None:
     """In prompts SP is faster than TP and DP, in outputs much slower where it runs alone."""
     figures = tmp_path / "figures.json"
@@ -110,7 +150,7 @@ def test_a_trace_is_read_from_a_file(tmp_path: Path) -> None:
         (("--trace", "bursty", "--policy", "static-dp", "--max-num-seqs", "0"), "--max-num-seqs"),
         (("--trace", "bursty", "--policy", "static-dp", "--fit-file", "no"), "no: no such file"),
         (("--trace", "bursty", "--policy", "static-dp", "--fit-file", __file__), "Expected"),
-        (("--trace", "bursty", "--policy", "shift"), "--policy shift needs --max-sp"),
+        (("--trace", "bursty", "--policy", "shift", "--max-sp", "1"), "needs --max-sp"),
         (("--trace", "bursty", "--policy", "shift", "--max-sp", "5"), "--max-sp 5"),
         (
             ("--trace", "bursty", "--policy", "static-dp", "--captured-tokens", "-1"),

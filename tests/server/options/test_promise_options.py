@@ -22,7 +22,7 @@ from shoal.server.options.promise_options import (
     promised,
     shape_of,
 )
-from shoal.server.options.shift_options import add_shift_options
+from shoal.server.options.shift_options import AUTO, add_shift_options
 from shoal.server.options.vllm_options import make_vllm_config
 
 LLAMA = read_shape("llama-3-8b-bf16")
@@ -56,8 +56,11 @@ class Model(SimpleNamespace):
 def parsed(*argv: str, policy: str = "adaptive") -> Namespace:
     parser = ArgumentParser(exit_on_error=False)
     add_promise_options(parser.add_argument_group("Shoal"))
-    add_shift_options(parser, automatic=False)
-    return parser.parse_args(argv, Namespace(policy=policy, share_weights=1))
+    add_shift_options(parser)
+    args = parser.parse_args(argv, Namespace(policy=policy, share_weights=1))
+    if args.max_sp == AUTO:
+        args.max_sp = 1  # the node has chosen it by then
+    return args
 
 
 def test_targets_are_in_seconds_and_in_order() -> None:

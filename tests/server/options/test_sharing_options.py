@@ -40,23 +40,14 @@ TENSORS = SimpleNamespace(online_quantization_config=None)
 AGAIN = SimpleNamespace(online_quantization_config="fp8_per_tensor")
 
 
-def test_a_node_that_starts_decides_unless_the_user_does() -> None:
-    parsers = {automatic: ArgumentParser() for automatic in (True, False)}
-    for automatic, parser in parsers.items():
-        add_sharing_options(parser, automatic=automatic)
-        assert parser.parse_args(["--share-weights", "4"]).share_weights == 4
-    assert parsers[True].parse_args([]).share_weights is None
-    assert parsers[False].parse_args([]).share_weights == 1
-
-
-def test_only_a_node_that_starts_chooses_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    parsers = {automatic: ArgumentParser() for automatic in (True, False)}
-    for automatic, parser in parsers.items():
-        add_sharing_options(parser, automatic=automatic)
-    assert parsers[True].parse_args(["--share-weights", "auto"]).share_weights == AUTO
-    for automatic, value in ((False, "auto"), (True, "3"), (True, "all")):
+def test_the_option_is_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser()
+    add_sharing_options(parser)
+    given = (["--share-weights", "4"], ["--share-weights", "auto"], [])
+    assert [parser.parse_args(each).share_weights for each in given] == [4, AUTO, None]
+    for value in ("3", "all"):
         with pytest.raises(SystemExit):
-            parsers[automatic].parse_args(["--share-weights", value])
+            parser.parse_args(["--share-weights", value])
     assert "'all' is neither a number nor auto" in capsys.readouterr().err
 
 

@@ -2,11 +2,10 @@
 
 from argparse import ArgumentError, ArgumentParser, Namespace
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 
-from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftRule
+from shoal.policies.shift import ShiftRule
 from shoal.server.errors import UserError
 from shoal.server.options.shift_options import (
     AUTO,
@@ -16,23 +15,14 @@ from shoal.server.options.shift_options import (
 )
 
 
-def parsed(*argv: str, automatic: bool = False) -> Namespace:
+def parsed(*argv: str) -> Namespace:
     parser = ArgumentParser(exit_on_error=False)
-    add_shift_options(parser.add_argument_group("Shoal"), automatic=automatic)
+    add_shift_options(parser.add_argument_group("Shoal"))
     return parser.parse_args(argv)
 
 
-served = partial(parsed, automatic=True)
-
-
-def test_a_simulated_node_has_no_sp_unless_asked_for() -> None:
-    args = parsed()
-    assert (args.max_sp, args.shift_threshold) == (1, DEFAULT_THRESHOLD)
-    check_shift(args, ["flying"], 8)
-
-
 def test_a_node_is_refused_nothing_until_its_sp_is_chosen() -> None:
-    args = served("--shift-threshold", "512")
+    args = parsed("--shift-threshold", "512")
     assert args.max_sp == AUTO
     check_shift(args, ["shift"], 4)
     args.max_sp = 1
@@ -41,9 +31,9 @@ def test_a_node_is_refused_nothing_until_its_sp_is_chosen() -> None:
 
 
 def test_a_node_may_be_told_its_degree() -> None:
-    assert served("--max-sp", "2").max_sp == 2
+    assert parsed("--max-sp", "2").max_sp == 2
     with pytest.raises(ArgumentError, match="'many' is neither a number nor auto"):
-        served("--max-sp", "many")
+        parsed("--max-sp", "many")
 
 
 @dataclass
@@ -97,8 +87,12 @@ def test_what_is_no_threshold_is_named() -> None:
         (["--max-sp", "3"], "flying", "--max-sp 3: with groups of up to 4 it is 1, 2, 4"),
         (["--max-sp", "0"], "flying", "--max-sp 0"),
         (["--max-sp", "8"], "flying", "--max-sp 8"),
-        (["--shift-threshold", "512"], "flying", "--shift-threshold needs --max-sp"),
-        ([], "shift", "--policy shift needs --max-sp"),
+        (
+            ["--max-sp", "1", "--shift-threshold", "512"],
+            "flying",
+            "--shift-threshold needs --max-sp",
+        ),
+        (["--max-sp", "1"], "shift", "--policy shift needs --max-sp"),
     ],
 )
 def test_what_no_group_can_do_is_refused(argv: list[str], policy: str, named: str) -> None:
