@@ -92,8 +92,8 @@ def test_memory_is_not_changed_for_a_caller_who_has_gone(node: LoopbackNode) -> 
     took = node.config.prepare_timeout_seconds
     node.hung = {1}
     node.call(m.AuditNode)  # engine 1 does not answer it
-    late = node.call(m.ChangeMemory, 2, took - 1)
-    in_time = node.call(m.ChangeMemory, 2, took + 10)
+    late = node.call(m.ChangeMemory, 2, 1, took - 1)
+    in_time = node.call(m.ChangeMemory, 2, 1, took + 10)
     node.run_for(took + 2, tick=1.0)
     reply = node.reply(late)
     assert isinstance(reply, m.CallFailed)

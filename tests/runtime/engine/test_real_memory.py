@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
-from shoal.policies.values.level import WHOLE
+from shoal.policies.values.level import WHOLE, Level
 from shoal.runtime.engine.weights.sharing.filling import PATIENCE_SECONDS
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
@@ -186,7 +186,7 @@ def decide(node: RealNode, share: int) -> MemoryView:
     """Change the level as a policy's plan does."""
     memory = node.controller._operations.memory
     memory.is_held = False
-    memory.start_for_policy(share, "kv" if share > 1 else "steps")
+    memory.start_for_policy(Level(share), "kv" if share > 1 else "steps")
     assert memory.running
     node.until(lambda: not memory.running, "the policy's change")
     return memory.past[-1]
