@@ -2,8 +2,7 @@
 
 For every launch and every call of a device function, it replaces the functions of
 ``triton.language`` by its own, and puts them back after the launch. Here it replaces them once: a
-process that interprets compiles nothing. Nor does it compute every sum a second time in 64 bits,
-which shows an overflow: no GPU looks for one either. Types and shapes are looked up, not made anew.
+process that interprets compiles nothing. Types and shapes are looked up, not made anew.
 """
 
 import dataclasses
@@ -18,14 +17,19 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
-def be_quick() -> None:
-    """Make the interpreter of this process quick, for good."""
+def be_quick(*, find_overflows: bool) -> None:
+    """Make the interpreter of this process quick, for good.
+
+    Args:
+        find_overflows: whether it computes every sum and product a second time, in 64 bits, to
+            fail where the first one is too large for its type.
+    """
     interpreter._patch_lang = _patch_once(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     signatures = {"getfullargspec": functools.cache(inspect.getfullargspec)}
     interpreter.inspect = SimpleNamespace(**vars(inspect) | signatures)
     builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=find_overflows)
     tl.tensor.__init__ = _tensor
 
 

@@ -22,4 +22,4 @@ del backends["cpu"]
 
 from tests.runtime.engine import quick_interpreter  # noqa: E402 - it imports Triton
 
-quick_interpreter.be_quick()
+quick_interpreter.be_quick(find_overflows=False)  # the kernels are vLLM's
