@@ -28,7 +28,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, NamedTuple, Self
+from unittest.mock import patch
 
 from shoal.server.options.serve_options import (
     add_shoal_options,
@@ -322,8 +324,10 @@ def _preload() -> None:
     vllm_options.make_vllm_config(vllm_options.engine_args(args))
     os.environ.clear()
     os.environ.update(before)
+    find_kernels()
     gc.collect()
     gc.freeze()  # or every process would copy what its collector looks at
+    gc.unfreeze = lambda: None  # which vLLM calls as an engine ends
 
 
 def know_models() -> None:
@@ -339,14 +343,61 @@ def know_models() -> None:
         ModelRegistry.register_model(model.__name__, model)
 
 
+class _Interpreter:
+    """Has of ``sys.modules`` those in which one of some objects was seen, and all later ones."""
+
+    def __init__(self, wanted: Sequence[object]) -> None:
+        ids = set(map(id, wanted))
+
+        def holds(module: ModuleType) -> bool:
+            values = list(vars(module).values()) if hasattr(module, "__dict__") else []
+            owned = (vars(value).get("kernel") for value in values if hasattr(value, "__dict__"))
+            return any(id(value) in ids for value in (*values, *owned))
+
+        self._others = {name for name, module in [*sys.modules.items()] if not holds(module)}
+
+    @property
+    def modules(self) -> dict[str, ModuleType]:
+        return {name: sys.modules[name] for name in [*sys.modules] if name not in self._others}
+
+
+def find_kernels() -> None:
+    """Find the Triton kernels here that vLLM's platform replaces in each process with a worker.
+
+    There it would look at every name of every module, which takes a second.
+    """
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import dispatcher
+
+    names: list[str] = []
+    with patch.object(dispatcher, "register_kernels", names.extend):
+        current_platform.register_triton_kernel_overrides()
+    kernels = [getattr(*dispatcher._resolve_kernel(name)) for name in names]
+    dispatcher.sys = _Interpreter(kernels)
+
+
 def main(descriptor: int, *first: str) -> int:
     """Fork for the client at the other end of a socket, with these modules imported first."""
+    codes: list[int] = []
+    atexit.register(_leave, codes)  # before all others, so it is called after them
     client = socket.socket(fileno=descriptor)
     for module in first:
         importlib.import_module(module)
     _preload()
     job = _Server(client).run()
-    return 0 if job is None else job()
+    codes.append(0 if job is None else job())
+    return codes[0]
+
+
+def _leave(codes: Sequence[int]) -> None:
+    """End with an exit code, if there is one, before the interpreter takes all its modules apart.
+
+    That takes half a second in each process, which would write to memory that it shares.
+    """
+    if codes:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(codes[0])
 
 
 if __name__ == "__main__":

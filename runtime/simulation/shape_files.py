@@ -238,9 +238,9 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory that is neither weights nor KV: activations, communicators, graphs of every layout."""
 
     @property
-    def is_cpu(self) -> bool:
-        """Whether engines share the cores of a CPU, which computes in fp32 alone."""
-        return self.flops_per_second.keys() <= {"fp32"}
+    def is_gpu(self) -> bool:
+        """Whether each engine has a GPU: those of a CPU compute in fp32 alone."""
+        return not self.flops_per_second.keys() <= {"fp32"}
 
     @property
     def batch_limits(self) -> BatchLimits:

@@ -175,7 +175,7 @@ def _node(
     shape = read_shape(args.model_shape)
     if args.max_sp == AUTO:
         # Models with experts are not among those that ``automatic_max_sp`` knows.
-        args.max_sp = 1 if shape.experts or hardware.is_cpu else max_group
+        args.max_sp = max_group if hardware.is_gpu and not shape.experts else 1
     check_shift(args, policies, max_group)
     check_share(args.share_weights, args.engines)
     check_urgent(args, policies, args.engines, max_group)

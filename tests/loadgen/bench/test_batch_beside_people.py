@@ -29,6 +29,7 @@ def arguments(out: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.usefixtures("preloaded_servers")
 def test_people_are_measured_without_a_batch_and_beside_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

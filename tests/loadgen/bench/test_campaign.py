@@ -1,6 +1,6 @@
 """A whole comparison over fake engines: three servers started, measured, ended; and cut short."""
 
-import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -123,20 +123,19 @@ def campaign(path: Path, systems: list[System], measures: tuple[str, ...]) -> Ca
 
 
 def still_running(path: Path) -> list[str]:
-    """Return what runs still with this directory in its environment."""
-    needle = f"TMPDIR={path}".encode()
-    own = str(os.getpid())
+    """Return what runs still with its output in a file of this directory."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and entry.name != own:
+        if entry.name.isdigit():
             try:
-                if needle in (entry / "environ").read_bytes().split(b"\0"):
+                if (entry / "fd/1").readlink().is_relative_to(path):
                     found.append((entry / "cmdline").read_text().replace("\0", " "))
             except OSError:
                 continue  # it has ended
     return found
 
 
+@pytest.mark.usefixtures("preloaded_servers")
 @pytest.mark.timeout(1200)
 def test_systems_are_measured_one_after_the_other(tmp_path: Path) -> None:
     one = campaign(tmp_path, fake_systems(), (*APPLYING, "rates", "numerics"))
@@ -166,6 +165,17 @@ def test_systems_are_measured_one_after_the_other(tmp_path: Path) -> None:
     again = campaign(tmp_path, fake_systems(), (*APPLYING, "rates"))
     assert run(again, 0.0)
     assert len(again.results.systems[SHOAL].starts) == 1
+
+
+def test_what_still_runs_is_seen(tmp_path: Path) -> None:
+    waiting = (sys.executable, "-c", "input()")
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=log) as process,
+    ):
+        assert len(still_running(tmp_path)) == 1
+        process.communicate(b"\n")
+    assert still_running(tmp_path) == []
 
 
 def test_a_spent_budget_leaves_no_process(tmp_path: Path) -> None:

@@ -262,6 +262,7 @@ def test_prefills_of_all_engines_and_layouts_are_summed() -> None:
     assert prefill_tokens(page) == 42
 
 
+@pytest.mark.usefixtures("preloaded_servers")
 def test_fake_engines_carry_their_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     # With longer steps no request ends before its client has seen the last switch.

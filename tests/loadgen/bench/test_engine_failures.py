@@ -56,6 +56,7 @@ def test_what_cannot_be_is_refused(option: str) -> None:
         main([option, "0"])
 
 
+@pytest.mark.usefixtures("preloaded_servers")
 def test_no_stream_of_a_failing_engine_is_lost(tmp_path: Path) -> None:
     out = tmp_path / "failures.json"
     few = ("--streams", "4", "--output-tokens", "120")

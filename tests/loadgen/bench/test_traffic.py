@@ -89,6 +89,7 @@ def use_fake_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic_clients, "REPLAY", no_limit)
 
 
+@pytest.mark.usefixtures("preloaded_servers")
 def test_a_node_is_measured_in_each_layout_and_not_twice(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

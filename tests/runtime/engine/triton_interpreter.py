@@ -19,3 +19,7 @@ import vllm.triton_utils  # noqa: E402 - after the backend is there
 
 assert vllm.triton_utils.HAS_TRITON
 del backends["cpu"]
+
+from tests.runtime.engine import quick_interpreter  # noqa: E402 - it imports Triton
+
+quick_interpreter.be_quick(find_overflows=False)  # the kernels are vLLM's

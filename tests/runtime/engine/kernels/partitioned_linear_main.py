@@ -27,6 +27,7 @@ from shoal.runtime.engine.kernels.partitioned_linear_kernel import (
     arrival_counters,
     multiply,
 )
+from tests.runtime.engine import quick_interpreter
 
 TILES = (
     Tile(1, 4, 128),
@@ -162,6 +163,7 @@ def blocks(draw: torch.Generator) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
+    quick_interpreter.be_quick(find_overflows=True)
     kinds = (wide, fp8, blocks, operator)  # the last one has all layers taken for a GPU's
     made = {cases.__name__: list(cases(torch.Generator().manual_seed(3))) for cases in kinds}
     json.dump(made, sys.stdout)
