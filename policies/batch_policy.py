@@ -9,15 +9,17 @@ while the work stays alike, and no output waits for prompts.
 
 The policy predicts what each partition would serve, by the cost model and by the lengths of the
 requests that wait and of the outputs that ended, and takes the best. Layouts for all engines are
-among them. A split must be clearly better than these, and every partition clearly better than the
-present one. When nothing waits any more, the last requests go to the layout in which they end
-soonest, which is mostly the widest one that holds them.
+among them, pipelines too. A split must be clearly better than these, and every partition clearly
+better than the present one. If the node can change its level of memory, that is judged first
+(``batch_level.py``). When nothing waits any more, the last requests go to the layout in which they
+end soonest, which is mostly the widest one that holds them.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from shoal.policies.batch_level import best_level
 from shoal.policies.cycle import (
     best_cycle,
     is_full,
@@ -32,16 +34,20 @@ from shoal.policies.static import dispatch_least_loaded
 from shoal.policies.throughput import (
     SWITCH_SECONDS,
     Work,
+    holds,
+    holds_pool,
+    longest_output,
     partitions,
+    prompts_left,
     seconds_to_end,
     uniform,
     usual_work,
 )
 from shoal.policies.values.layouts import DP
+from shoal.policies.values.level import Level
 from shoal.policies.values.partition import Partition, singles
 from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
 from shoal.policies.values.snapshot import (
-    LayoutState,
     Move,
     PoolRequest,
     Snapshot,
@@ -59,14 +65,19 @@ doubles with every switch, because predictions change when steps have been measu
 MOST_TURNS = 4
 TURN_SECONDS = 120.0
 """After so long one switch is forgotten."""
-SOONER = 1.3
+FEW_SHARE = 0.25
+"""If for each request that runs fewer prompts than this are left, no partition is compared any
+more: the node soon goes where the last requests end soonest."""
+SOONER = 1.15
 """When nothing waits, the last requests must take so many times as long in the present partition
 as in another one, its switch included."""
 FULL_SHARE = 0.02
 """Share of a group's blocks that stays free when requests are handed over, so that they can grow.
 """
-CARRY_ROOM = 0.3
+CARRY_ROOM = 0.05
 """Share of each unit's blocks that must be free before the last requests are carried elsewhere."""
+CYCLE_ROOM = 0.3
+"""The same before the next cycle begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +88,14 @@ class Memory:
     """When partitions were last compared."""
     target: Partition | None = None
     """The partition that was found to be the best; None: the present one."""
+    goal: Level | None = None
+    """The level of memory that was found to be the best; None: the present one."""
     here: Partition | None = None
     """The partition at the last look."""
+    level: Level | None = None
+    """The level of memory at the last look."""
     turns: int = 0
-    """How often it has changed since the node was idle, without what is forgotten."""
+    """How often one of both has changed since the node was idle, without what is forgotten."""
     changed: float = 0.0
     """When the last change was noted or forgotten."""
     filling: bool = False
@@ -89,6 +104,9 @@ class Memory:
     """The partition in which a cycle decodes; None: there is no cycle."""
     least: float = math.inf
     """The priority of the requests that take part in the cycle, and of less urgent ones."""
+    longest: float = 0.0
+    """Most tokens that an output may have of the requests that were in the pool since the node was
+    idle; 0: there were none."""
     waited: float = 0.0
     """When such a request was last seen to wait."""
 
@@ -96,37 +114,35 @@ class Memory:
 def _plan(snapshot: Snapshot, /) -> Plan:
     model, memory = snapshot.cost_model, snapshot.memory
     memory = _noted(snapshot, memory if isinstance(memory, Memory) else Memory())
-    stuck = not _holds(snapshot, snapshot.partition)
+    stuck = not holds(snapshot, snapshot.partition)
     if memory.filling or snapshot.parked or _ends(snapshot, memory):
         return _go_on(snapshot, memory, stuck=stuck)
     if memory.decode is not None:
         memory = replace(memory, at=-math.inf, decode=None)
     if model is not None and snapshot.now - memory.at >= REVIEW_SECONDS:
-        many = snapshot.waiting >= snapshot.engines and not stuck
-        if decode := _cycle(snapshot, model) if many else None:
-            least = least_urgent(snapshot)
-            memory = replace(memory, target=None, filling=True, decode=decode, least=least)
+        memory = _reviewed(snapshot, model, memory, stuck=stuck)
+        if memory.filling:
             return _go_on(snapshot, memory, stuck=stuck)
-        if stuck or snapshot.waiting >= snapshot.engines:
-            gain = 0.0 if stuck else 1 + SWITCH_GAIN * 2**memory.turns
-            memory = replace(memory, at=snapshot.now, target=_best(snapshot, model, gain))
-        elif _only_decodes(snapshot) and _has_room(snapshot):
-            memory = replace(memory, at=snapshot.now, target=_soonest(snapshot, model))
     dispatches, target = _dispatches(snapshot), memory.target
-    if target is None or target == snapshot.partition or not _can_form(snapshot, target):
+    is_new = target is not None and target != snapshot.partition and _can_form(snapshot, target)
+    if memory.goal is None and not is_new:
         return Plan(dispatches, memory=memory, moves=tuple(_moves(snapshot)))
-    if snapshot.switching:  # moves may be under way, and none begins before the switch
+    if not snapshot.switching or memory.level != snapshot.level:
+        # What starts now would be spread over units that soon are no more.
+        dispatches = only_others(snapshot, least_urgent(snapshot), dispatches)
+    if snapshot.switching:  # moves may be under way, and none begins before the change
         return Plan(dispatches, memory=memory)
-    reason: SwitchReason = "long" if stuck else "load" if snapshot.waiting else "quiet"
+    if memory.goal is not None:
+        return _plan_for_level(snapshot, memory, dispatches)
+    reason: SwitchReason = "long" if stuck else "load" if prompts_left(snapshot) else "quiet"
     return Plan(dispatches, target, "carry", reason, memory)
 
 
-def _cycle(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
+def _cycle(snapshot: Snapshot, model: StepPredictor, work: Work) -> Partition | None:
     """Return the partition in which a cycle decodes; None: none is clearly the best."""
-    work = usual_work(snapshot)
     rate, decode = best_cycle(snapshot, model, work)
     alone = singles(snapshot.engines)
-    if decode is None or not _holds(snapshot, alone) or not _can_form(snapshot, decode):
+    if decode is None or not holds(snapshot, alone) or not _can_form(snapshot, decode):
         return None
     others = max(other for _, other in partitions(snapshot, model, work))
     return decode if rate > SPLIT_GAIN * others else None
@@ -135,7 +151,7 @@ def _cycle(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
 def _ends(snapshot: Snapshot, memory: Memory) -> bool:
     """Return whether a cycle decodes until the next one has room to carry what is left."""
     decodes = snapshot.partition == memory.decode and snapshot.waiting > 0
-    return decodes and not _has_room(snapshot)
+    return decodes and not _has_room(snapshot, CYCLE_ROOM)
 
 
 def _go_on(snapshot: Snapshot, memory: Memory, *, stuck: bool) -> Plan:
@@ -167,32 +183,25 @@ def _go_on(snapshot: Snapshot, memory: Memory, *, stuck: bool) -> Plan:
 
 
 def _noted(snapshot: Snapshot, memory: Memory) -> Memory:
-    """Return the memory with the changes of the partition since the last look."""
+    """Return the memory with the changes of partition and level since the last look."""
     now, turns = snapshot.now, memory.turns
+    longest = max(memory.longest, longest_output(snapshot) if snapshot.pool else 0.0)
+    memory = replace(memory, longest=longest if snapshot.requests else 0.0)
+    offered = [each.level for each in snapshot.share_levels]
+    if not (memory.goal in offered or snapshot.switching):
+        memory = replace(memory, goal=None)
+    here = replace(memory, here=snapshot.partition, level=snapshot.level, changed=now)
     if not snapshot.requests:
-        return replace(memory, here=snapshot.partition, turns=0, changed=now)
+        return replace(here, turns=0)
+    if memory.level not in (None, snapshot.level):
+        if snapshot.switching:  # the change is under way, and steps are not yet those of the level
+            return replace(memory, at=now)
+        return replace(here, at=-math.inf, turns=min(MOST_TURNS, turns + 1))
     if memory.here != snapshot.partition and snapshot.pending is None:
-        turns = 0 if memory.here is None else min(MOST_TURNS, turns + 1)
-        return replace(memory, here=snapshot.partition, turns=turns, changed=now)
+        return replace(here, turns=0 if memory.here is None else min(MOST_TURNS, turns + 1))
     if turns and now - memory.changed > TURN_SECONDS:
         return replace(memory, turns=turns - 1, changed=now)
     return memory
-
-
-def _holds(snapshot: Snapshot, units: Partition) -> bool:
-    """Return whether the widest unit of a partition holds each request of the node."""
-    state = snapshot.layout(max(units, key=lambda unit: unit.size).layout)
-    longest = max((unit.longest_tokens for unit in snapshot.units), default=0)
-    return state is None or (longest <= state.longest and _holds_pool(state, snapshot.pool))
-
-
-def _holds_pool(state: LayoutState, pool: tuple[PoolRequest, ...]) -> bool:
-    """Return whether a layout holds each of these requests: the one with the largest numbers."""
-    if not pool:
-        return True
-    prompt = max(request.prompt_tokens for request in pool)
-    total = max(request.total_tokens for request in pool)
-    return state.can_hold(replace(pool[0], prompt_tokens=prompt, total_tokens=total))
 
 
 def _can_form(snapshot: Snapshot, target: Partition) -> bool:
@@ -202,25 +211,56 @@ def _can_form(snapshot: Snapshot, target: Partition) -> bool:
 
 def _only_decodes(snapshot: Snapshot) -> bool:
     """Return whether no prompt is left, neither in the pool nor in a unit."""
-    waits = snapshot.waiting or any(unit.waiting or unit.begun.tokens for unit in snapshot.units)
+    waits = prompts_left(snapshot) or any(unit.begun.tokens for unit in snapshot.units)
     return bool(snapshot.requests) and not waits
 
 
-def _has_room(snapshot: Snapshot) -> bool:
+def _has_room(snapshot: Snapshot, share: float) -> bool:
     """Return whether a carry finds room: where KV is full, it computes some requests again."""
-    return all(unit.free_blocks >= CARRY_ROOM * unit.total_blocks for unit in snapshot.units)
+    return all(unit.free_blocks >= share * unit.total_blocks for unit in snapshot.units)
 
 
-def _best(snapshot: Snapshot, model: StepPredictor, gain: float) -> Partition | None:
+def _reviewed(snapshot: Snapshot, model: StepPredictor, memory: Memory, *, stuck: bool) -> Memory:
+    """Return the memory with what serves the requests best: a level, a cycle or a partition."""
+    left = prompts_left(snapshot)
+    few = left < max(snapshot.engines, FEW_SHARE * (snapshot.requests - left))
+    if few and not stuck:
+        if not (_only_decodes(snapshot) and _has_room(snapshot, CARRY_ROOM)):
+            return memory
+        return replace(memory, at=snapshot.now, target=_soonest(snapshot, model))
+    gain = 0.0 if stuck else 1 + SWITCH_GAIN * 2**memory.turns
+    work = usual_work(snapshot, memory.longest or math.inf)
+    if level := best_level(snapshot, model, work, gain):
+        return replace(memory, at=snapshot.now, target=None, goal=level.level)
+    if decode := None if stuck else _cycle(snapshot, model, work):
+        least = least_urgent(snapshot)
+        return replace(memory, target=None, filling=True, decode=decode, least=least)
+    return replace(memory, at=snapshot.now, target=_best(snapshot, model, work, gain))
+
+
+def _plan_for_level(snapshot: Snapshot, memory: Memory, dispatches: tuple[Dispatch, ...]) -> Plan:
+    level = next(each for each in snapshot.share_levels if each.level == memory.goal)
+    here, there = (sum(of.total_blocks for of in each.layouts) for each in (snapshot, level))
+    return Plan(
+        dispatches,
+        memory=memory,
+        share_weights=level.share,
+        share_stages=level.stages,
+        share_reason="kv" if there > here else "steps",
+    )
+
+
+def _best(snapshot: Snapshot, model: StepPredictor, work: Work, gain: float) -> Partition | None:
     """Return the partition to change to; None: the present one is about the best.
 
     Args:
         snapshot: the node.
         model: its steps.
+        work: the mean request.
         gain: how many times as many requests another partition must serve.
     """
-    rates = dict(partitions(snapshot, model, usual_work(snapshot)))
-    rates = {units: rate for units, rate in rates.items() if _holds(snapshot, units)} or rates
+    rates = dict(partitions(snapshot, model, work))
+    rates = {units: rate for units, rate in rates.items() if holds(snapshot, units)} or rates
     found = best = max(rates, key=rates.__getitem__)
     alike = [units for units in rates if not is_split(units)]
     if is_split(found) and alike:
@@ -239,7 +279,7 @@ def _soonest(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
     found = {
         units: seconds_to_end(snapshot, model, units, work) + copy + SWITCH_SECONDS
         for units in uniform(snapshot)
-        if units != snapshot.partition and _holds(snapshot, units)
+        if units != snapshot.partition and holds(snapshot, units)
     }
     best = min(found, key=found.__getitem__, default=snapshot.partition)
     return best if SOONER * found.get(best, math.inf) < here else None
@@ -249,7 +289,7 @@ def _dispatches(snapshot: Snapshot) -> tuple[Dispatch, ...]:
     """Return what can start: in single engines, while groups get what these hand over."""
     working = any(unit.running or unit.waiting for unit in snapshot.units if unit.unit.size == 1)
     narrow = snapshot.layout(DP)
-    fits = narrow is None or _holds_pool(narrow, snapshot.pool)
+    fits = narrow is None or holds_pool(narrow, snapshot.pool)
     if working and fits and is_split(snapshot.partition):
         units = (replace(u, serving=u.serving and not u.unit.is_group) for u in snapshot.units)
         snapshot = replace(snapshot, units=tuple(units))

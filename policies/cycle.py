@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shoal.policies.throughput import Work, cycle_rate, uniform
+from shoal.policies.throughput import BACKGROUND, Work, cycle_service, of_job, uniform
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Dispatch
@@ -24,8 +24,6 @@ from shoal.policies.values.snapshot import (
     UnitState,
 )
 
-BACKGROUND = 100
-"""Priority of the lines of batches (``runtime.config``)."""
 LINES_SECONDS = 1.5
 """After so long without lines there are none: the batch worker looks every second how many to send
 (``server.batch.sending_window``)."""
@@ -43,7 +41,9 @@ def best_cycle(
     endless = any(request.priority >= BACKGROUND for request in snapshot.pool)
     waiting = math.inf if endless else snapshot.waiting
     rates = {
-        units: cycle_rate(snapshot, model, units[0].layout, work, waiting)
+        units: of_job(
+            snapshot, model, work, cycle_service(snapshot, model, units[0].layout, work, waiting)
+        )
         for units in uniform(snapshot)
         if units[0].is_group and snapshot.tiers
     }

@@ -105,7 +105,7 @@ def _judged(
     elapsed = min(LONGEST_REVIEW_SECONDS, snapshot.now - memory.at) if known else 0.0
     partitions = tuple(layouts(snapshot))
     here = _cost(snapshot, partitions)
-    costs = {level: _cost(_at(snapshot, level), partitions) for level in _levels(snapshot)}
+    costs = {level: _cost(at_level(snapshot, level), partitions) for level in _levels(snapshot)}
     best = min(costs, key=costs.__getitem__)
     gain = (here - costs[best]) / HORIZON_SECONDS
     saved = max(0.0, memory.saved + elapsed * gain)
@@ -123,7 +123,7 @@ def _levels(snapshot: Snapshot) -> Sequence[ShareLevel]:
     return [level for level in snapshot.share_levels if level.stages == 1]
 
 
-def _at(snapshot: Snapshot, level: ShareLevel) -> Snapshot:
+def at_level(snapshot: Snapshot, level: ShareLevel) -> Snapshot:
     """Return the node as it would be at another level."""
     return replace(
         snapshot,

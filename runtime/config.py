@@ -84,7 +84,7 @@ class FakeSettings(msgspec.Struct, frozen=True):
     """The same if it has the layers of its stage whole, by the stages of the pipeline (``Level``).
     It cannot have those that are not named."""
     fill_seconds: float = 0.0
-    """Time in which an engine copies what its peers keep of the weights, beside its steps."""
+    """Time in which an engine copies what its peers keep of all weights, beside its steps."""
     use_seconds: float = 0.0
     """Time for which an engine computes nothing when it goes on with other memory."""
     max_num_seqs: int = 64

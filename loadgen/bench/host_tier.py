@@ -13,7 +13,8 @@ last prompts have been read.
 It is a bound, because reads and writes take nothing from the steps beside them, and because lengths
 are known when room is looked for. In DP no request decodes beside the prompts, as it could.
 
-Beside the bound stands what the policy ``batch`` does, without any buffer and with it.
+Beside the bound stands what the policy ``batch`` does, without any buffer and with it, and with
+``--share-weights`` on engines that share weights and may get those of a pipeline's stage whole.
 
 A static layout has the room for KV that Shoal's engines leave in that layout, and these hold all
 weights. Each GPU of stock vLLM holds only its unit's part of them, so it has more room for KV with
@@ -22,7 +23,7 @@ the same memory: ``--divide-weights`` gives static layouts this room.
 
 import argparse
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +32,7 @@ import msgspec
 from shoal.loadgen.workload import Arrival
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import DP, Layout
+from shoal.policies.values.partition import Partition
 from shoal.runtime.simulation.data_sheets import hardware_named
 from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import BLOCK_TOKENS, MEMORY_SHARE, read_shape
@@ -121,7 +123,7 @@ class Decoding:
 
     def __init__(self, node: Node, layout: Layout, tier: HostTier) -> None:
         size = layout.world_size
-        self._layout, self._step = layout, node.step_times(1)
+        self._layout, self._step = layout, node.step_times()
         self._block = BLOCK_TOKENS * layout.tp
         self._seats = node.max_num_seqs
         self._token = node.shape.model_shape().kv_bytes_per_token
@@ -236,7 +238,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--chunks", type=int, nargs="+", default=[512])
-    parser.add_argument("--host-gib", type=float, nargs="+", default=[80], help="for each GPU")
+    parser.add_argument("--host-gib", type=float, nargs="*", default=[80], help="for each GPU")
+    parser.add_argument(
+        "--share-weights",
+        type=int,
+        nargs="*",
+        default=[],
+        help="levels of nodes on which the policy may move memory and form pipelines",
+    )
+    parser.add_argument("--static", nargs="*", help="static layouts; default: all")
+    parser.add_argument("--max-pp", type=int, default=8, help="most stages of these pipelines")
     parser.add_argument("--pcie-gb", type=float, default=12, help="GB/s of each GPU, each way")
     parser.add_argument("--gpu-memory-utilization", type=float, default=MEMORY_SHARE)
     parser.add_argument(
@@ -282,7 +293,14 @@ def _policy(node: Node, asked: Sequence[Arrival]) -> str:
     """Return what the policy ``batch`` does with these requests, in words."""
     run = simulate(node, "batch", asked)
     took = max(life.ended or 0.0 for life in run.lives)
-    return f"policy batch: {len(asked) / took:.2f}/s with {len(run.switches)} switches"
+    ways = " -> ".join(_named(partition) for _, partition in run.layouts)
+    return f"policy batch: {len(asked) / took:.2f}/s by {ways}"
+
+
+def _named(partition: Partition) -> str:
+    """Return the layouts of a partition, each with the number of its units."""
+    counts = Counter(unit.name for unit in partition)
+    return " + ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -291,6 +309,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     node, outputs = node_of(args), drawn(args.requests, *args.outputs)
     asked = [Arrival(0.0, args.prompt_tokens, output, 0) for output in outputs]
     for layout in layouts(args.engines):
+        if args.static is not None and layout.name not in args.static:
+            continue
         own = divided(node, layout) if args.divide_weights else node
         found = {chunk: len(asked) / seconds(own, layout, chunk, asked) for chunk in args.chunks}
         best = max(found, key=lambda chunk: found[chunk])
@@ -298,6 +318,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for chunk in args.chunks:
         sized = replace(node, max_num_batched_tokens=chunk)
         print(f"{_policy(sized, asked)}, in chunks of {chunk}", flush=True)
+        for share in args.share_weights:
+            shared = replace(sized, share_weights=share, max_pp=args.max_pp, move_memory=True)
+            print(
+                f"{_policy(shared, asked)}, weights shared by {share}, in chunks of {chunk}",
+                flush=True,
+            )
     for gib in args.host_gib:
         sized = replace(
             node,

@@ -229,8 +229,13 @@ def _check_move(move: Move, snapshot: Snapshot) -> None:
 
 def _check_target(target: Partition, snapshot: Snapshot) -> None:
     try:
-        units = [unit.engines for unit in target]
-        canonical = parse_partition(units, engines=snapshot.engines, max_group=snapshot.max_group)
+        canonical = parse_partition(
+            [unit.engines for unit in target],
+            engines=snapshot.engines,
+            max_group=snapshot.max_group,
+            max_pp=max((state.layout.pp for state in snapshot.layouts), default=1),
+            names={unit.engines: unit.name for unit in target},
+        )
     except PartitionError as error:
         raise PlanError(str(error)) from error
     if canonical != target:

@@ -6,7 +6,8 @@ import msgspec
 
 from shoal.policies.cost.correction import Correction
 from shoal.policies.shift import DEFAULT_THRESHOLD, ShiftThreshold
-from shoal.policies.values.layouts import DP, Layout
+from shoal.policies.values.layouts import DP, Layout, layouts_up_to
+from shoal.policies.values.level import WHOLE, Level
 from shoal.policies.values.snapshot import Target
 from shoal.runtime.config import (
     FULL_GRAPH_TOKENS,
@@ -120,7 +121,12 @@ class Node:
                 num_blocks=self.hardware.num_blocks(
                     self.shape, self.share_weights, self.max_group, self.max_sp
                 ),
-                whole_blocks=self._whole_blocks,
+                whole_blocks=self._blocks(WHOLE),
+                stage_blocks={
+                    level.stages: blocks
+                    for level in self.levels
+                    if level.stages > 1 and (blocks := self._blocks(level))
+                },
                 # As long as a step streams them, or as they are fetched if none does.
                 fill_seconds=model.fetch_seconds(DP),
                 use_seconds=USE_SECONDS,
@@ -178,16 +184,25 @@ class Node:
         return int(self.tier_gib * 2**30 / block)
 
     @property
-    def _whole_blocks(self) -> int:
-        """Return the KV blocks of an engine that has whole weights; 0 if it cannot have them."""
+    def levels(self) -> list[Level]:
+        """The levels of memory that it may have, apart from the room that they leave for KV."""
+        start = Level(self.share_weights)
+        if start == WHOLE:
+            return [WHOLE]
+        stages = {layout.pp for layout in layouts_up_to(self.max_group, self.max_pp)} - {1}
+        return [WHOLE, start, *(start._replace(stages=pp) for pp in sorted(stages))]
+
+    def _blocks(self, level: Level) -> int:
+        """Return the KV blocks of an engine at a level of memory; 0 if it cannot have it."""
+        known = self.max_group, self.max_sp, level.stages
         try:
-            return self.hardware.num_blocks(self.shape)
+            return self.hardware.num_blocks(self.shape, level.share, *known)
         except FileError:
             return 0
 
-    def step_times(self, share: int) -> StepTimes:
-        """Return how long steps take if so many engines share weights."""
+    def step_times(self, level: Level = WHOLE) -> StepTimes:
+        """Return how long steps take at a level of memory."""
         return step_times(
-            *(self.shape, self._launched, self.max_sp, share),
-            *(self.corrections, self._captured_tokens, self.max_group),
+            *(self.shape, self._launched, self.max_sp, level.share, self.corrections),
+            *(self._captured_tokens, self.max_group, level.stages),
         )

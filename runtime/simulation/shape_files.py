@@ -16,6 +16,7 @@ from shoal.policies.cost.correction import Correction
 from shoal.policies.cost.cost_model import CostModel, Hardware, ModelShape
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout
+from shoal.policies.values.level import Level
 from shoal.runtime.config import PEER_BYTES_PER_SECOND
 from shoal.runtime.engine.fake.step_times import StepTimes
 from shoal.runtime.shared_attention import is_attention_shared
@@ -127,19 +128,25 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             layer += self._projections
         return layer
 
-    def kept_bytes(self, share: int, widest: int = 1, max_sp: int = 1) -> float:
-        """Return the bytes of weights on one engine (see ``sharable_parameters``)."""
+    def kept_bytes(self, share: int, widest: int = 1, max_sp: int = 1, stages: int = 1) -> float:
+        """Return the bytes of weights on one engine (see ``sharable_parameters``).
+
+        With stages (``Level.stages``) they are those of the last one, which has the output layer.
+        """
         if share == 1 or self.experts:
             return self.weight_bytes
         width, saved = DTYPE_BYTES[self.weight_dtype], 1 - 1 / share
         shared = self.sharable_parameters(share, widest, max_sp) * width
-        slots = 2 * self._sharable_of_layer(share, widest, max_sp) * width
+        layer = self._sharable_of_layer(share, widest, max_sp) * width
+        slots = 2 * layer
+        whole = -(-self.layers // stages) * layer if stages > 1 else 0.0
         if is_vocabulary_shared(self.tied, share, widest):
+            whole += self.hidden * self.vocab * width if stages > 1 else 0.0
             shared += self.hidden * self.vocab * self._embedding_width
             rows = self.vocab // share
             pieces = head_pieces(rows, int(self.hidden * width), share)
             slots += 2 * self.hidden * rows * share / pieces * width
-        return self.weight_bytes - shared * saved + slots * held_parts(share) / share
+        return self.weight_bytes - shared * saved + (slots + whole) * held_parts(share) / share
 
     @property
     def parameters(self) -> float:
@@ -277,7 +284,9 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             request_seconds=self.request_seconds,
         )
 
-    def num_blocks(self, shape: ShapeFile, share: int = 1, widest: int = 1, max_sp: int = 1) -> int:
+    def num_blocks(
+        self, shape: ShapeFile, share: int = 1, widest: int = 1, max_sp: int = 1, stages: int = 1
+    ) -> int:
         """Return the number of KV blocks of one engine.
 
         Args:
@@ -285,11 +294,12 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             share: how many engines share weights.
             widest: see ``ShapeFile.sharable_parameters``.
             max_sp: see there, too.
+            stages: see ``ShapeFile.kept_bytes``.
 
         Raises:
             FileError: the weights leave no memory for a block.
         """
-        weights = shape.kept_bytes(share, widest, max_sp)
+        weights = shape.kept_bytes(share, widest, max_sp, stages)
         free = self.memory_bytes * MEMORY_SHARE - weights - self.reserved_bytes
         blocks = int(free / (shape.model_shape().kv_bytes_per_token * BLOCK_TOKENS))
         if blocks < 1:
@@ -329,6 +339,7 @@ def step_times(
     corrections: tuple[Correction, ...] = (),
     captured_tokens: float = math.inf,
     widest: int = 1,
+    stages: int = 1,
 ) -> StepTimes:
     """Return how long simulated steps take: the roofline, and what it leaves out of the host.
 
@@ -344,11 +355,13 @@ def step_times(
         corrections: what a fit has found.
         captured_tokens: tokens of the largest CUDA graph.
         widest: see ``ShapeFile.sharable_parameters``.
+        stages: see ``Level``.
 
     Raises:
         FileError: the hardware file lacks the model's dtype.
     """
     model = cost_model(shape, hardware, max_sp, share_weights, widest)
+    model = model.at(Level(share_weights, stages))
     if corrections:
         return replace(model, corrections=corrections).step_seconds
     host = shape.layers * hardware.sp_layer_host_seconds + hardware.step_seconds

@@ -13,7 +13,6 @@ from typing import Generic, Protocol, Self, TypeVar
 import msgspec
 
 from shoal.policies.values.layouts import Unit
-from shoal.policies.values.level import WHOLE, Level
 from shoal.policies.values.partition import Partition, units_of
 from shoal.runtime.clock import ManualClock
 from shoal.runtime.controller.loop import Controller
@@ -174,8 +173,7 @@ class _Simulation(Generic[Asked]):
             config, self._network.controller, clock=self._clock, wall=self._clock
         )
         devices = Devices()
-        levels = (WHOLE, Level(node.share_weights))
-        times = {level: node.step_times(level.share) for level in levels}
+        times = {level: node.step_times(level) for level in node.levels}
         hops = cost_model(node.shape, node.hardware).hop_seconds
         self._processes: dict[int, Controller | Agent] = {CONTROLLER: self._controller}
         for engine in range(node.engines):

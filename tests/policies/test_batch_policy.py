@@ -279,4 +279,4 @@ def test_a_change_of_the_partition_counts_once_and_an_idle_node_forgets() -> Non
 
 
 def test_full_units_keep_the_last_requests() -> None:
-    assert plan(node(waiting=0, running=1, free=SHORT_OF_KV // 5)).target is None
+    assert plan(node(waiting=0, running=1, free=SHORT_OF_KV // 25)).target is None

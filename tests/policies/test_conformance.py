@@ -150,7 +150,7 @@ def test_unknown_policy_lists_those_there_are() -> None:
         (Plan(target=(alone(0), tp(1, 2), alone(3))), "not an aligned"),
         (Plan(target=(tp(0, 1),)), "engines \\[2, 3\\] are in no unit"),
         (Plan(target=(tp(2, 3), tp(0, 1))), "not in order"),
-        (Plan(target=(Unit((0, 1), Layout(pp=2)), tp(2, 3))), "of no layout of this node"),
+        (Plan(target=(Unit((0, 1), Layout(pp=2)), tp(2, 3))), "cannot have the layout 'pp2'"),
         (Plan(target=(tp(0, 1), tp(2, 3))), "names a dead engine"),
         (Plan(moves=(Move(alone(0), tp(0, 1), 1),)), "\\[0, 1\\] is no unit"),
         (Plan(moves=(Move(alone(0), alone(0), 1),)), "from unit \\[0\\] moves nothing"),

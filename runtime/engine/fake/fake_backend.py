@@ -146,7 +146,8 @@ class FakeBackend:
         self.faults.strike(Seam.FILL)
         self.filled = level
         error = "a copy was damaged on purpose" if self.faults.wrong_copy else ""
-        return _Later(error, self._clock() + self._settings.fill_seconds, self._clock)
+        seconds = self._settings.fill_seconds / level.stages
+        return _Later(error, self._clock() + seconds, self._clock)
 
     def use_weights(self, unit: Unit, level: Level) -> "Future[dict[int, int]]":
         """See ``EngineBackend.use_weights``."""

@@ -114,13 +114,25 @@ def test_options_change_what_static_layouts_serve(capsys: pytest.CaptureFixture[
     assert divides["static tp2"] != alike["static tp2"]
 
 
+LENGTHS = ["--prompt-tokens", "2000", "--outputs", "2", "5", "--requests", "2"]
+A10 = ["--hardware", "a10", "--weight-dtype", "fp8", "--arithmetic", "bf16", "--engines", "2"]
+
+
 def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    lengths = ["--prompt-tokens", "2000", "--outputs", "2", "5", "--requests", "2"]
-    node = ["--hardware", "a10", "--weight-dtype", "fp8", "--arithmetic", "bf16", "--engines", "2"]
-    main([*node, *lengths])
+    main([*A10, *LENGTHS])
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in said] == [
         *("static dp", "static pp2", "static tp2"),
         *("policy batch", "policy batch"),  # without a tier, and with one
         *("cycle to dp, 80 GiB for each GPU", "cycle to tp2, 80 GiB for each GPU"),
     ]
+
+
+def test_the_policy_can_have_nodes_that_share_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["--static", "pp2", "--host-gib", "--share-weights", "2", "--max-pp", "2"]
+    main([*A10, *LENGTHS, *chosen, "--requests", "40"])
+    static, alone, shared = capsys.readouterr().out.splitlines()
+    assert static.startswith("static pp2: ")
+    assert "weights shared" not in alone
+    assert shared.endswith("weights shared by 2, in chunks of 512")
+    assert " by 2 x dp" in shared

@@ -197,6 +197,15 @@ def test_more_than_two_engines_have_slots_for_whole_layers() -> None:
     assert saved == pytest.approx((shared * 3 / 4 - in_slots) * 2)
 
 
+def test_whole_stages_are_kept_beside_the_part() -> None:
+    last = SHAPE.kept_bytes(4, 4, 2, stages=2) - SHAPE.kept_bytes(4, 4, 2)
+    assert last == pytest.approx((SHAPE.layers / 2 * (MLP + HEADS) + VOCABULARY) * 2)
+    two = SHAPE.kept_bytes(2, 2, stages=2) - SHAPE.kept_bytes(2, 2)
+    assert two == pytest.approx(last / 2), "two engines use their own part where it is"
+    fewer = H200.num_blocks(SHAPE, 4, 4, 2) - H200.num_blocks(SHAPE, 4, 4, 2, 2)
+    assert fewer * 16 == pytest.approx(last / SHAPE.model_shape().kv_bytes_per_token, abs=16)
+
+
 def test_a_head_that_is_the_embeddings_counts_once_and_stays_whole() -> None:
     tied = msgspec.structs.replace(SHAPE, tied=True)
     assert SHAPE.weight_bytes - tied.weight_bytes == 2 * VOCABULARY

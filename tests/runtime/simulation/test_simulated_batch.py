@@ -1,4 +1,4 @@
-"""What single engines that hand requests over to a group bring, beside layouts for all engines."""
+"""What splits and pipelines bring, beside the other layouts for all engines."""
 
 import random
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import pytest
 from shoal.loadgen.workload import Arrival
 from shoal.policies.batch_policy import is_split
 from shoal.policies.values.layouts import DP, Layout
+from shoal.policies.values.partition import units_of
 from shoal.runtime.config import BACKGROUND_PRIORITY
 from shoal.runtime.simulation.data_sheets import hardware_named
 from shoal.runtime.simulation.node_settings import Node
@@ -18,6 +19,15 @@ from shoal.runtime.simulation.simulated_node import Run, simulate
 
 FP8 = msgspec.structs.replace(read_shape("qwen-2.5-32b-bf16"), weight_dtype="fp8")
 SHORT_OF_KV = Node(FP8, hardware_named("l40s"), max_num_batched_tokens=512, prefix_caching=False)
+SHARED = Node(
+    msgspec.structs.replace(read_shape("codellama-34b-bf16"), weight_dtype="fp8"),
+    hardware_named("l40s"),
+    max_pp=8,
+    max_num_batched_tokens=512,
+    prefix_caching=False,
+    share_weights=8,
+    move_memory=True,
+)
 ROOMY = Node(
     read_shape("llama-3-8b-bf16"),
     hardware_named("h200"),
@@ -76,3 +86,22 @@ def test_outputs_of_one_token_are_served_as_in_dp() -> None:
 def replace_priority(arrival: Arrival) -> Arrival:
     """Return a request as people send it: background requests leave room for these."""
     return Arrival(arrival.at, arrival.prompt_tokens, arrival.output_tokens, 0)
+
+
+def test_a_pipeline_whose_stages_are_whole_serves_more_than_any_layout_without() -> None:
+    """At first the weights are shared by eight, so that all but TP of eight read from others."""
+    load = uneven(64, 3000, priority=0)
+    run = simulate(SHARED, "batch", load)
+    assert {unit.layout.pp for _, units in run.layouts for unit in units} > {1}
+    change = run.memory_changes[0]
+    assert (change.before_stages, change.after, change.outcome) == (1, 8, "done")
+    assert change.after_stages > 1
+    assert run.layouts[-1][1] == units_of(8, Layout(tp=8)), "the last requests end in one group"
+    without = simulate(replace(SHARED, max_pp=1), "batch", load)
+    assert rate(run) > 1.2 * rate(without)
+
+
+def test_where_kv_is_plentiful_there_is_no_pipeline() -> None:
+    run = simulate(replace(ROOMY, max_pp=4), "batch", uneven(60, 2000, priority=0))
+    assert {unit.layout for _, units in run.layouts for unit in units} == {DP}
+    assert rate(run) > 0.0

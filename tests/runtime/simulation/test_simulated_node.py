@@ -98,7 +98,7 @@ def test_no_turn_comes_after_one_that_failed() -> None:
 def test_a_request_alone_takes_the_times_of_its_steps(policy: str, degree: int) -> None:
     prompt, output = 1000, 200
     run = simulate(NODE, policy, [Arrival(0.0, prompt, output)])
-    seconds = NODE.step_times(1)
+    seconds = NODE.step_times()
     layout = Layout(tp=degree)
     decode = [seconds(layout, Batch(1, prompt + k)) for k in range(1, output)]
     assert tpot(run, 0) == pytest.approx(sum(decode) / len(decode), rel=1e-5)
@@ -139,7 +139,7 @@ def test_runs_of_steps_change_little_where_leases_grow(monkeypatch: pytest.Monke
 
 def test_a_request_that_arrives_in_a_run_of_steps_waits_for_one() -> None:
     run = simulate(NODE, "static-tp", [Arrival(0.0, 100, 2000), Arrival(1.0, 100, 2)])
-    seconds = NODE.step_times(1)
+    seconds = NODE.step_times()
     step = seconds(Layout(tp=8), Batch(1, 2100, 100, 50))
     ttft = run.lives[1].first_token - run.lives[1].arrived
     # What is left of a step, the one that was scheduled ahead, and its own.
@@ -187,7 +187,7 @@ SP = replace(NODE, max_sp=8, captured_tokens=100)
 
 def test_steps_in_sp_take_the_time_of_sp() -> None:
     """Prompts above the threshold, and above the largest graph, and nothing else."""
-    seconds = SP.step_times(1)
+    seconds = SP.step_times()
     for tokens, mode in ((256, Mode.TP), (257, Mode.SP), (3000, Mode.SP)):
         run = simulate(SP, "shift", [Arrival(0.0, tokens, 1, 0)])
         (life,) = run.lives

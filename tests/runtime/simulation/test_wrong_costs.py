@@ -13,6 +13,7 @@ from shoal.loadgen.workload import Arrival
 from shoal.policies import switch_price
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import DP, Layout
+from shoal.policies.values.level import WHOLE, Level
 from shoal.runtime.engine.fake.step_times import StepTimes
 from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import cost_model, read_hardware, read_shape
@@ -29,8 +30,8 @@ QUIET_AT = 12.0
 class Perturbed(Node):
     truth: Truth = lambda _layout, _batch, seconds: seconds
 
-    def step_times(self, share: int) -> StepTimes:
-        simulated = Node(SHAPE, H200, engines=2, max_group=2, max_sp=2).step_times(share)
+    def step_times(self, level: Level = WHOLE) -> StepTimes:
+        simulated = Node(SHAPE, H200, engines=2, max_group=2, max_sp=2).step_times(level)
 
         def seconds(layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
             return self.truth(layout, batch, simulated(layout, batch, mode))

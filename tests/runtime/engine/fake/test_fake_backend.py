@@ -439,6 +439,16 @@ def test_starts_are_told_once(clock: ManualClock) -> None:
     assert started == [("a", 2.5)]
 
 
+def test_the_layers_of_a_stage_are_copied_in_a_part_of_the_time() -> None:
+    settings = FakeSettings(whole_blocks=8, stage_blocks={2: 12}, fill_seconds=2.0)
+    clock, config = ManualClock(), NodeConfig(2, 2, "manual", "", fake=settings, share_weights=2)
+    backend = FakeBackend(config, 0, clock=clock)
+    filled = backend.fill_weights(alone(0), 12, Level(2, 2))
+    assert not filled.done()
+    clock.advance(1.0)
+    assert filled.done()
+
+
 def test_a_change_of_memory_takes_its_time_and_then_steps_take_another() -> None:
     settings = FakeSettings(whole_blocks=8, fill_seconds=2.0, use_seconds=0.5)
     config = NodeConfig(2, 2, "manual", "", fake=settings, share_weights=2)
