@@ -197,8 +197,7 @@ class CostModel:
         pace = self.pace(layout, StepKind.PREFILL, mode)
         if not pace.fetch:
             return 0
-        is_hidden = lambda n: pace.computed(n, 0, 0, 0) >= pace.overlapped(n, 0, 0, 0)  # noqa: E731
-        return bisect_left(range(MOST_TOKENS), True, key=is_hidden)
+        return bisect_left(range(MOST_TOKENS), True, key=pace.hides)
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the predicted time in which a step's decodes get one token each.

@@ -127,6 +127,10 @@ class Pace:
         of_whole = self.whole * max(0.0, computed - host)
         return max(computed, self.fetching(tokens) + of_whole + host)
 
+    def hides(self, tokens: float) -> bool:
+        """Return whether a step of so many tokens, without KV, computes as long as it reads."""
+        return self.computed(tokens, 0, 0, 0) >= self.overlapped(tokens, 0, 0, 0)
+
     def step(self, tokens: float, context: float, pairs: float, decodes: float) -> float:
         """Return the time of a step for each token that a decode gets of it.
 
