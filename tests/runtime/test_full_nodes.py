@@ -74,7 +74,7 @@ def test_without_turns_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Capacity, "lacks_room", lambda *_: False)
     carried, again = carried_to(full(ROOM), ALL)
     assert carried + again == 4 * EACH
-    assert again > 2 * EACH
+    assert again >= EACH, "requests give up one by one, and turns need not give up any"
 
 
 def test_where_there_is_none_one_request_of_each_engine_makes_room() -> None:
