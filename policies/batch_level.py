@@ -10,13 +10,7 @@ import math
 
 from shoal.policies.cycle import best_cycle
 from shoal.policies.share_level import STOP_SECONDS, at_level
-from shoal.policies.throughput import (
-    SWITCH_SECONDS,
-    Work,
-    holds,
-    partitions,
-    prompts_left,
-)
+from shoal.policies.throughput import SWITCH_SECONDS, Work, holds, partitions, prompts_left
 from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import StepKind
 from shoal.policies.values.layouts import DP
@@ -38,14 +32,16 @@ def best_level(
         work: the mean request.
         gain: the same as ``LEAST_GAIN``, if it is larger.
     """
+    if not snapshot.share_levels:
+        return None
     seconds = {
         level: _seconds(at_level(snapshot, level), level.cost_model, work)
         + _price(snapshot, model, level)
         for level in snapshot.share_levels
     }
-    best = min(seconds, key=seconds.__getitem__, default=None)
+    best = min(seconds, key=seconds.__getitem__)
     here = _seconds(snapshot, model, work)
-    return best if best and max(gain, LEAST_GAIN) * seconds[best] < here else None
+    return best if max(gain, LEAST_GAIN) * seconds[best] < here else None
 
 
 def _seconds(snapshot: Snapshot, model: StepPredictor, work: Work) -> float:
