@@ -126,7 +126,8 @@ class Page:
         if self._session is not None:
             message["sessionId"] = self._session
         await self._socket.send_str(json.dumps(message))
-        result = await asyncio.wait_for(answer, SECONDS)
+        async with asyncio.timeout(SECONDS):
+            result = await answer
         if "error" in result:
             raise PageError(f"{method}: {result['error']['message']}")
         return dict(result["result"])
@@ -194,7 +195,8 @@ class Page:
         """Open an address, and wait until it has been loaded."""
         self._loaded.clear()
         await self.send("Page.navigate", url=url)
-        await asyncio.wait_for(self._loaded.wait(), SECONDS)
+        async with asyncio.timeout(SECONDS):
+            await self._loaded.wait()
 
     async def value(self, expression: str) -> Any:
         """Return the value of a JavaScript expression; a promise is awaited.
@@ -213,8 +215,8 @@ class Page:
     async def until(self, condition: str) -> Any:
         """Wait until a JavaScript expression is true, and return its value."""
         try:
-            waiting = self.value(_UNTIL.replace("CONDITION", condition))
-            return await asyncio.wait_for(waiting, SECONDS)
+            async with asyncio.timeout(SECONDS):
+                return await self.value(_UNTIL.replace("CONDITION", condition))
         except TimeoutError:
             text = await self.value("document.body.innerText")
             raise PageError(f"never true: {condition}\n{text}\n{self.complaints}") from None

@@ -236,7 +236,8 @@ class ControlClient:
         self._pending[call] = future
         try:
             await self._socket.send(encode(request(call)))
-            answer = await asyncio.wait_for(future, timeout)
+            async with asyncio.timeout(timeout):
+                answer = await future
         except TimeoutError:
             message = f"the controller did not answer within {timeout:g} seconds"
             raise CallError(504, message) from None

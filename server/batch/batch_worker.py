@@ -124,7 +124,8 @@ class BatchWorker:
                 self._fill()
                 self._room.clear()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._room.wait(), POLL_SECONDS)
+                    async with asyncio.timeout(POLL_SECONDS):
+                        await self._room.wait()
                 if looking.done():
                     looking.result()
         finally:
@@ -170,7 +171,7 @@ class BatchWorker:
             self._window.see(running)
             try:
                 for job in list(self._jobs.values()):
-                    await asyncio.to_thread(self._note_progress, job)
+                    await self._note_progress(job)
                 if self._clock() >= swept + SWEEP_SECONDS:
                     swept = self._clock()
                     await asyncio.to_thread(self._store.sweep, swept, self._limits.keep_seconds)
@@ -178,13 +179,16 @@ class BatchWorker:
                 log.error("the store of batches cannot be written: %s", error.strerror)
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _note_progress(self, job: _Job) -> None:
+    async def _note_progress(self, job: _Job) -> None:
         if job.run is None or job.run.stopped.is_set():
             return
         results = job.run.results
         counts = results.completed, results.failed
         if counts != (job.batch.completed, job.batch.failed):
-            job.batch = self._store.change(job.batch.id, partial(_with_counts, results=results))
+            change = partial(_with_counts, results=results)
+            # The event loop alone sets a job's batch: a thread could undo a cancellation that
+            # `_see` has set and that `_notice` is about to look at.
+            job.batch = await asyncio.to_thread(self._store.change, job.batch.id, change)
 
     # --- one batch ----------------------------------------------------------------------------
 

@@ -113,7 +113,8 @@ class FileJob:
                     raise UserError("the server has ended: the same command goes on with the rest")
                 room.clear()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(room.wait(), LOOK_SECONDS)
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await room.wait()
             await run.stop()
         finally:
             looking.cancel()

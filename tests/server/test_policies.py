@@ -118,15 +118,16 @@ def test_the_layout_follows_the_load(node: ServedNode, http: httpx.Client) -> No
             await asyncio.sleep(0.05)
 
     async def rise_and_fall() -> list[list[str]]:
-        await until(2)
-        rise = asyncio.create_task(until(1))
-        bursts = []
-        while not rise.done():  # one burst after the other, for as long as that takes
-            bursts.append(await streams(node.url, prompts))
-        await until(2)
-        return bursts
+        async with asyncio.timeout(300):
+            await until(2)
+            rise = asyncio.create_task(until(1))
+            bursts = []
+            while not rise.done():  # one burst after the other, for as long as that takes
+                bursts.append(await streams(node.url, prompts))
+            await until(2)
+            return bursts
 
-    bursts = asyncio.run(asyncio.wait_for(rise_and_fall(), 300))
+    bursts = asyncio.run(rise_and_fall())
     assert all(texts[:6] == alone for texts in bursts)
     assert http.get("/admin/policy").json()["moved"] > 0
     assert http.post("/admin/audit").json()["clean"]

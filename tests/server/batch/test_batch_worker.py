@@ -15,12 +15,14 @@ from shoal.server.batch import batch_run, batch_worker
 from shoal.server.batch.answer_log import AnswerLog, Result
 from shoal.server.batch.batch_objects import Batch, Status, Usage
 from shoal.server.batch.batch_store import BatchStore
+from shoal.server.batch.batch_worker import BatchWorker, WorkerLimits
 from shoal.server.batch.input_lines import Checked, InputLine, Rules, check_lines
 from shoal.server.batch.line_sender import Answer, NoAnswerError
 from tests.server.batch.batches import (
     NOW,
     answer,
     batch_of,
+    busy,
     ended,
     jsonl,
     line,
@@ -156,6 +158,27 @@ async def test_a_batch_that_waits_is_cancelled_at_once(store: BatchStore) -> Non
         store.change(batches[3].id, cancel)
         done = await ended(store, batches[3])
     assert (done.status, done.total) == ("cancelled", 0)
+
+
+async def turn_of_the_loop(times: int) -> None:
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_worker_that_is_stopped_just_when_it_has_work_stops(
+    store: BatchStore, turns: int
+) -> None:
+    """Its cancellation is not lost, whatever turn of the event loop it comes in."""
+    worker = BatchWorker(store, answer, busy, WorkerLimits(), ManualClock(NOW))
+    task = asyncio.create_task(worker.work())
+    await turn_of_the_loop(3)  # it waits for something to do
+    worker._room.set()
+    await turn_of_the_loop(turns)
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=10)
+    assert done
+    assert task.cancelled()
 
 
 async def test_a_batch_is_cancelled_while_another_one_is_checked(
