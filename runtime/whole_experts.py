@@ -64,6 +64,10 @@ class WholeExperts(msgspec.Struct, frozen=True):
         return range(math.ceil(self.fewest * scale), most + 1)
 
 
+ALWAYS = WholeExperts(0, None, automatic=False)
+"""In all steps."""
+
+
 def parse(text: str) -> WholeExperts | None:
     """Return what ``never``, ``auto``, ``FROM`` or ``FROM-TO`` says; None: no step has whole ones.
 

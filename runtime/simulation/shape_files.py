@@ -109,36 +109,45 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def sharable_parameters(self, share: int, widest: int = 1, max_sp: int = 1) -> int:
         """Return the parameters that engines stream from each other.
 
-        These are those of MLPs, and of attention and the output layer where they can be shared.
+        These are those of MLPs and experts, and of attention and the output layer where they can be
+        shared. Experts in MXFP4 cannot.
 
         Args:
             share: how many engines share weights.
             widest: members of the widest group.
             max_sp: see ``NodeConfig.max_sp``.
         """
-        if self.experts:
+        if self.expert_dtype:
             return 0
         head = self.hidden * self.vocab * is_vocabulary_shared(self.tied, share, widest)
-        return self.layers * self._sharable_of_layer(share, widest, max_sp) + head
+        attention = self.layers * self._sharable_attention(share, widest, max_sp)
+        return sum(layers * size for layers, size in self._mlps) + attention + head
 
-    def _sharable_of_layer(self, share: int, widest: int, max_sp: int) -> int:
-        layer = 3 * self.hidden * self.intermediate
+    def _sharable_attention(self, share: int, widest: int, max_sp: int) -> int:
+        """Return the parameters of a layer's attention that engines share."""
         shares_heads = is_attention_shared(self.kv_heads, share, widest, max_sp)
-        if shares_heads and not self.attention_parameters:
-            layer += self._projections
-        return layer
+        return self._projections if shares_heads and not self.attention_parameters else 0
+
+    @property
+    def _mlps(self) -> list[tuple[int, int]]:
+        """For each kind of layers how many there are, and the parameters of an MLP or experts."""
+        dense = self.dense_layers if self.experts else self.layers
+        of_experts = self.experts * self.expert_intermediate + self.shared_intermediate
+        kinds = [(dense, self.intermediate), (self.layers - dense, of_experts)]
+        return [(layers, 3 * self.hidden * inner) for layers, inner in kinds if layers]
 
     def kept_bytes(self, share: int, widest: int = 1, max_sp: int = 1, stages: int = 1) -> float:
         """Return the bytes of weights on one engine (see ``sharable_parameters``).
 
         With stages (``Level.stages``) they are those of the last one, which has the output layer.
         """
-        if share == 1 or self.experts:
+        if share == 1 or self.expert_dtype:
             return self.weight_bytes
         width, saved = DTYPE_BYTES[self.weight_dtype], 1 - 1 / share
         shared = self.sharable_parameters(share, widest, max_sp) * width
-        layer = self._sharable_of_layer(share, widest, max_sp) * width
-        slots = 2 * layer
+        attention = self._sharable_attention(share, widest, max_sp) * width
+        slots = 2 * (attention + sum(size * width for _, size in self._mlps))
+        layer = attention + max(size * width for _, size in self._mlps)
         whole = -(-self.layers // stages) * layer if stages > 1 else 0.0
         if is_vocabulary_shared(self.tied, share, widest):
             whole += self.hidden * self.vocab * width if stages > 1 else 0.0

@@ -2,7 +2,8 @@
 
 from argparse import ArgumentTypeError, _ActionsContainer
 
-from shoal.runtime.whole_experts import WholeExperts, parse
+from shoal.runtime.whole_experts import ALWAYS, WholeExperts, parse
+from shoal.server.errors import UserError
 
 
 def add_experts_option(group: _ActionsContainer) -> None:
@@ -24,3 +25,28 @@ def _steps(text: str) -> WholeExperts | None:
         return parse(text)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
+
+
+def settled_experts(
+    asked: WholeExperts | None, share: int, *, has_experts: bool
+) -> WholeExperts | None:
+    """Return in which steps members of a group compute whole experts.
+
+    Engines that share weights keep whole experts, so their groups have no shares of each.
+
+    Args:
+        asked: ``--whole-experts``.
+        share: how many engines share weights.
+        has_experts: whether the model has.
+
+    Raises:
+        UserError: only some steps were to have whole experts.
+    """
+    if share == 1 or not has_experts:
+        return asked
+    if asked is not None and not asked.automatic and not asked.always:
+        raise UserError(
+            f"--whole-experts: with --share-weights {share} engines keep whole experts, and have "
+            "no shares of each for other steps"
+        )
+    return ALWAYS

@@ -21,6 +21,9 @@ as it loads it needs whole weights."""
 
 AUTO = "auto"
 """With this value of ``--share-weights``, ``automatic_share`` chooses."""
+_WITH_EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM")
+"""Architectures with experts whose engines share weights in tests. Those without are
+``BY_SEQUENCE``."""
 MOST_FOR_WEIGHTS = 0.9
 """The share of the memory that vLLM may take which weights may take: the rest is for KV, for what a
 step computes and for graphs."""
@@ -84,7 +87,9 @@ def settle_share(args: Namespace, config: Any, engines: int, memory: int, say: S
     room = memory - chosen if memory and chosen else memory * cache.gpu_memory_utilization
     # The largest degree of SP is chosen later; the larger it is, the less engines may share.
     max_sp = args.max_sp if isinstance(args.max_sp, int) else engines
-    limits = (MOST_FOR_WEIGHTS,) if chosen else weight_limits(args.policy, args.max_group)
+    is_moe = config.model_config.is_moe
+    limits = weight_limits(args.policy, args.max_group, has_experts=is_moe)
+    limits = (MOST_FOR_WEIGHTS,) if chosen else limits
     args.share_weights = automatic_share(config, engines, room, max_sp, limits)
     if asked is None and args.share_weights > 1:
         say(
@@ -93,16 +98,21 @@ def settle_share(args: Namespace, config: Any, engines: int, memory: int, say: S
         )
 
 
-def weight_limits(policy: str, max_group: int | None) -> Sequence[float]:
+def weight_limits(
+    policy: str, max_group: int | None, *, has_experts: bool = False
+) -> Sequence[float]:
     """Return the shares of the memory that weights may take (see ``automatic_share``).
 
-    DP alone is slow while it streams, so it has whole weights if they fit at all.
+    DP alone is slow while it streams, so it has whole weights if they fit at all. So has a model
+    with experts, because DP streams all of them for a step that computes with some.
 
     Args:
         policy: which begins.
         max_group: size of the largest group; None: all engines.
+        has_experts: whether the model has.
     """
     forms_groups = policy not in (MANUAL.name, STATIC_DP.name) and max_group != 1
+    forms_groups = forms_groups and not has_experts
     return (USUAL_FOR_WEIGHTS, MOST_FOR_WEIGHTS) if forms_groups else (MOST_FOR_WEIGHTS,)
 
 
@@ -122,7 +132,7 @@ def _is_tested(args: Namespace, config: Any, engines: int) -> bool:
     """Return whether engines may share weights without being asked to."""
     model = config.model_config
     return (
-        model.architecture in BY_SEQUENCE
+        (model.architecture in BY_SEQUENCE or model.architecture in _WITH_EXPERTS)
         and not (model.supports_multimodal_inputs or args.enable_lora)
         and args.speculative_config is None
         and not list(_problems(config, engines))
@@ -152,8 +162,8 @@ def automatic_share(
         UserError: they are above all limits at every number.
     """
     model = config.model_config
-    cannot = not _is_known(config) or model.is_moe or model.use_mla
-    if cannot or not room:
+    cannot = not _is_known(config) or model.use_mla
+    if cannot or not room or (model.is_moe and not _has_known_experts(config)):
         return 1
     try:
         shape = shape_of(model, config.cache_config.cache_dtype)
@@ -185,6 +195,12 @@ def _is_known(config: Any) -> bool:
         and getattr(found, "online_quantization_config", None) is None
     )
     return quantisation in LOADED_IN_FP8 and is_loaded
+
+
+def _has_known_experts(config: Any) -> bool:
+    """Return whether engines can share experts that are quantised as a model's are."""
+    in_blocks = getattr(config.quant_config, "weight_block_size", None) is not None
+    return config.model_config.quantization is None or in_blocks
 
 
 def check_share(share: int | str | None, engines: int) -> None:
@@ -221,15 +237,24 @@ def check_shared_model(share: int, config: Any, groups: int) -> None:
 def _problems(config: Any, groups: int) -> Iterator[str]:
     """Yield what keeps engines from sharing a model's weights (see ``check_shared_model``)."""
     model, load_format = config.model_config, config.load_config.load_format
-    size = getattr(model.hf_text_config, "intermediate_size", 0)
+    experts = model.get_num_experts()
+    # Engines look at the MLPs that models with experts have beside these.
+    size = 0 if experts else getattr(model.hf_text_config, "intermediate_size", 0)
     block, _ = getattr(config.quant_config, "weight_block_size", None) or (1, 1)
     problems = {
-        f"{model.model} has experts": model.is_moe,
         f"{model.model} has latent attention (MLA)": model.use_mla,
         f"{model.model} is quantised ({model.quantization}), and not by its checkpoint in FP8": (
             not _is_known(config)
         ),
-        f"{model.model} names no size of its MLPs": not isinstance(size, int) or not size,
+        f"{model.model} has experts in FP8, and their scales are not those of blocks": (
+            experts > 0 and not _has_known_experts(config)
+        ),
+        f"{model.model} has {experts} experts, which make no {groups} equal parts": (
+            experts % groups != 0
+        ),
+        f"{model.model} names no size of its MLPs": (
+            not experts and (not isinstance(size, int) or not size)
+        ),
         f"the MLPs of {model.model} have {size} inner units, which make no {groups} equal parts": (
             isinstance(size, int) and size % groups != 0
         ),

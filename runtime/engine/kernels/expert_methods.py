@@ -39,23 +39,34 @@ _FP8 = (
 """vLLM's methods of FP8 experts, for each of ``FP8_QUANTISATIONS``."""
 
 
-class ByLength:
-    """A method of experts that some steps compute by another layer: ``layer.shoal_whole``.
+class InLayers:
+    """A method of experts that several layers of vLLM's may stand for.
 
-    vLLM calls a layer's method inside an operator, which knows how many tokens the step has. A CUDA
-    graph is captured for one number of tokens, so it holds what was chosen for that number.
+    Some steps compute all of them by another layer, ``layer.shoal_whole``. vLLM calls a layer's
+    method inside an operator, which knows how many tokens the step has. A CUDA graph is captured
+    for one number of tokens, so it holds what was chosen for that number.
+
+    Where the tensors of some experts are in another place, a second layer has them,
+    ``layer.shoal_beside``; ``layer.shoal_before`` has them come there, if it is there.
     """
 
     def apply(self, layer: nn.Module, x: torch.Tensor, **others: Any) -> Any:
         """Return what the layer computes of ``x``, ``[tokens, hidden]``, padding included."""
+        before = getattr(layer, "shoal_before", None)
+        x = x if before is None else before(x)
         whole = getattr(layer, "shoal_whole", None)
         # On CPUs there is no such operator, and code that is compiled cannot ask for a length.
         if whole is not None and not torch.compiler.is_compiling():
             layer = whole if x.shape[0] in layer.shoal_whole_steps else layer
-        return layer.quant_method.compute(layer=layer, x=x, **others)
+        y = layer.quant_method.compute(layer=layer, x=x, **others)
+        beside = getattr(layer, "shoal_beside", None)
+        if beside is None:
+            return y
+        once = others | {"shared_experts": None, "shared_experts_input": None}
+        return y + beside.quant_method.compute(layer=beside, x=x, **once)
 
 
-class InPlaceExperts(ByLength, UnquantizedFusedMoEMethod):  # type: ignore[misc]
+class InPlaceExperts(InLayers, UnquantizedFusedMoEMethod):  # type: ignore[misc]
     """Experts in 16 or 32 bits, whose weights, their own or views, stay as they are.
 
     Args:
@@ -140,7 +151,7 @@ class PlainFp8Experts(Fp8MoEMethod):  # type: ignore[misc]
         self._init_moe_kernel(layer)
 
 
-class ViewedFp8Experts(ByLength, FusedMoEMethodBase):  # type: ignore[misc]
+class ViewedFp8Experts(InLayers, FusedMoEMethodBase):  # type: ignore[misc]
     """vLLM's method of FP8 experts on views: it creates no weights and processes none.
 
     Args:

@@ -10,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 
@@ -252,13 +252,18 @@ class LayoutLoader:
         worker = self.workers[layout]
         worker.load(self._node.weight_groups)
         if self.shared is not None:
-            if layout == DP:
-                dummy = self._dp.load_config.load_format == "dummy"
-                self.shared.complete(worker.model, dummy=dummy)
-                pipelines = [of.pp for of in self._node.layouts if of.tp == 1 < of.pp]
-                self.shared.whole.find_stages(self._engine, pipelines)
-                worker.borrowed_bytes = self.shared.borrowed_bytes
-            self.shared.stream_in(worker.model, layout)
+            with set_current_vllm_config(worker.config):  # of which vLLM's methods are made
+                self._share(self.shared, worker)
+
+    def _share(self, shared: SharedLayers, worker: LayoutWorker) -> None:
+        """Let a layout's model compute with what engines share."""
+        if worker.layout == DP:
+            dummy = self._dp.load_config.load_format == "dummy"
+            shared.complete(worker.model, dummy=dummy)
+            pipelines = [of.pp for of in self._node.layouts if of.tp == 1 < of.pp]
+            shared.whole.find_stages(self._engine, pipelines)
+            worker.borrowed_bytes = shared.borrowed_bytes
+        shared.stream_in(worker.model, worker.layout)
 
     def _reserved(self) -> int:
         """Return the bytes that the layouts beyond DP take besides weights and KV."""

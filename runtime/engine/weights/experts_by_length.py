@@ -4,16 +4,17 @@ The views that a member of such a layout has for these steps are a range of DP's
 of the two a step takes, a member's result is its part of a sum over all members.
 """
 
-import copy
 import logging
-from dataclasses import replace
 
-import torch
 from torch import nn
-from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from shoal.runtime.engine.kernels.expert_methods import ByLength
+from shoal.runtime.engine.kernels.expert_methods import InLayers
+from shoal.runtime.engine.weights.rules.expert_ranges import (
+    ExpertRange,
+    is_of_experts,
+    with_experts,
+)
 from shoal.runtime.engine.weights.rules.experts import of_experts
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
@@ -53,7 +54,7 @@ def _divides_each(layer: nn.Module, shard: Shard) -> bool:
     return (
         shard.of > 1
         and isinstance(layer, RoutedExperts)
-        and isinstance(layer.quant_method, ByLength)
+        and isinstance(layer.quant_method, InLayers)
         and not layer.moe_config.moe_parallel_config.use_ep
         and layer.global_num_experts % shard.of == 0
     )
@@ -81,29 +82,14 @@ def whole_experts(layer: RoutedExperts, full: FullLayer, shard: Shard) -> Routed
         full: the same layer of the DP model.
         shard: the member.
     """
-    begin, own = shard.cut(layer.global_num_experts)
-    whole = copy.copy(layer)
-    whole._parameters, whole._modules = dict(layer._parameters), {}
-    for key in full.module._parameters:
-        if key.startswith(("w13_", "w2_")):
-            view = of_experts(full.tensor(key).data, slice(begin, begin + own))
-            whole._parameters[key] = Parameter(view, requires_grad=False)
-    numbers = torch.full((layer.global_num_experts,), -1, dtype=torch.int32)
-    numbers[begin : begin + own] = torch.arange(own, dtype=torch.int32)
+    own = ExpertRange(*shard.cut(layer.global_num_experts))
+    views = {
+        key: of_experts(full.tensor(key).data, slice(own.first, own.first + own.size))
+        for key in full.module._parameters
+        if is_of_experts(key)
+    }
     device = full.tensor("w2_weight").device
-    whole._buffers = {**layer._buffers, "_expert_map": numbers.to(device)}
-    whole.local_num_experts = own
-    config = layer.moe_config
-    whole.moe_config = replace(
-        config,
-        moe_parallel_config=replace(
-            config.moe_parallel_config,
-            **{"tp_size": 1, "tp_rank": 0, "use_ep": True},
-            **{"ep_size": shard.of, "ep_rank": shard.rank},
-        ),
-        num_local_experts=own,
-        intermediate_size_per_partition_unpadded=None,
-    )
+    numbers = own.numbers(layer.global_num_experts, device)
+    whole = with_experts(layer, views, numbers, shard.of, shard.rank)
     whole.shoal_groups = getattr(full.module, "shoal_groups", 1)
-    whole.quant_method = layer.quant_method.for_whole(whole.moe_config)
     return whole

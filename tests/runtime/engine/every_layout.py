@@ -72,7 +72,10 @@ class EveryLayout:
 
 @contextmanager
 def node_in_fp32(
-    model: Path, quantisation: type, whole_experts: WholeExperts | None = None
+    model: Path,
+    quantisation: type,
+    whole_experts: WholeExperts | None = None,
+    share_weights: int = 1,
 ) -> Iterator[RealNode]:
     """Run two engines in fp32 with weights that vLLM computes in 16 bits alone.
 
@@ -80,11 +83,14 @@ def node_in_fp32(
         model: the checkpoint.
         quantisation: vLLM's configuration class of such weights.
         whole_experts: see ``NodeConfig.whole_experts``.
+        share_weights: see ``NodeConfig.share_weights``.
     """
     with pytest.MonkeyPatch.context() as patch:
         types = staticmethod(lambda: [torch.float32])
         patch.setattr(quantisation, "get_supported_act_dtypes", types)
-        node = RealNode(model, 2, max_sp=2, whole_experts=whole_experts)
+        node = RealNode(
+            model, 2, max_sp=2, whole_experts=whole_experts, share_weights=share_weights
+        )
     with node:
         yield node
 

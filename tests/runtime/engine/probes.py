@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from vllm.forward_context import BatchDescriptor
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
@@ -42,12 +43,14 @@ from shoal.runtime.engine.runner import runner as runner_module
 from shoal.runtime.engine.runner.runner import Runner, run_runner
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedStep
 from shoal.runtime.engine.weights.rules.dense import LinearRule
+from shoal.runtime.engine.weights.rules.expert_ranges import ExpertRange
 from shoal.runtime.engine.weights.rules.formats import owns_weights
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
 from shoal.runtime.engine.weights.sharing import filling
 from shoal.runtime.engine.weights.sharing.filling import Filled, Filling
+from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
 from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, HEAD
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
 from shoal.runtime.engine.weights.store import ResidentWeights
@@ -343,6 +346,13 @@ def owned_bytes(runner: ProbedRunner) -> dict[str, int]:
     return {of.name: bytes_owned(worker.model, dp, kept) for of, worker in runner._workers.items()}
 
 
+def expert_bytes(runner: ProbedRunner) -> tuple[int, int]:
+    """Return the bytes of experts that the engine keeps for all, and of all experts."""
+    shared = runner._loader.shared._weights.values()
+    of_experts = [weight for weight in shared if weight.kind.startswith(("w13_", "w2_"))]
+    return sum(w.kept.nbytes for w in of_experts), sum(w.whole_bytes for w in of_experts)
+
+
 def order_heads_by_rank(runner: ProbedRunner, layout: Layout) -> None:
     """Let a TP layout compute the heads of its rank, whatever the KV cache holds."""
     _view_heads(runner, layout, _member(runner, layout))
@@ -556,6 +566,18 @@ def order_shards_by_rank(runner: ProbedRunner, damaged: bool) -> None:
             rule = rule_of(layer)
             assert isinstance(rule, LinearRule)
             rule.cut(layer, kept, wrong if damaged else shard)
+
+
+def order_experts_by_rank(runner: ProbedRunner, damaged: bool) -> None:
+    """Let TP4 take what a member keeps for the experts that the order of ranks gives it."""
+    layout = Layout(tp=4)
+    member = _member(runner, layout)
+    place = member if damaged else nested_shard(member, layout.tp)
+    for layer in runner._workers[layout].model.modules():
+        if isinstance(layer, RoutedExperts):
+            size = layer.global_num_experts // layout.tp
+            own = ExpertRange(place * size, size)
+            layer._expert_map.copy_(own.numbers(layer.global_num_experts))
 
 
 def leave_head_out(runner: ProbedRunner, damaged: bool) -> None:

@@ -1,5 +1,7 @@
 """Experts in FP8 with scales of blocks on real engines, divided by shares (TP) and by number (EP).
 
+The engines that divide them by number also share them: each keeps a half.
+
 vLLM has no kernel for them on CPUs that leaves them in place, and computes FP8 in 16 bits alone.
 Here an operator of Shoal computes them, and the node takes fp32, as sums in layouts differ too much
 in bf16. The expected tokens are those of stock vLLM with a checkpoint of the same values in fp32.
@@ -18,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
-from shoal.runtime.whole_experts import WholeExperts
+from shoal.runtime.whole_experts import ALWAYS, WholeExperts
 from tests.random_checkpoint import Architecture, CheckpointSpec, write_checkpoint
 from tests.runtime.engine.every_layout import (
     ALL,
@@ -92,10 +94,10 @@ def expected(checkpoints: Checkpoints) -> Tokens:
 
 
 @pytest.fixture(scope="module")
-def node(checkpoints: Checkpoints) -> Iterator[RealNode]:
+def node(checkpoints: Checkpoints, by_number: bool) -> Iterator[RealNode]:
     # The node that divides each expert computes whole experts in steps that compute a prompt.
-    whole = WholeExperts(17, None, automatic=False)
-    with node_in_fp32(checkpoints.packed, Fp8Config, whole) as node:
+    whole, share = (ALWAYS, 2) if by_number else (WholeExperts(17, None, automatic=False), 1)
+    with node_in_fp32(checkpoints.packed, Fp8Config, whole, share) as node:
         yield node
 
 

@@ -214,6 +214,20 @@ def test_a_head_that_is_the_embeddings_counts_once_and_stays_whole() -> None:
     assert tied.sharable_parameters(2, 2) == SHAPE.layers * (MLP + HEADS)
 
 
+def test_engines_share_experts_that_are_not_in_mxfp4() -> None:
+    shape = read_shape("qwen3-30b-a3b-bf16")
+    shared = shape.sharable_parameters(2, 4)
+    assert shared == shape.expert_parameters, "a group of four divides heads in another order"
+    saved = shape.weight_bytes - shape.kept_bytes(2, 4)
+    assert saved == pytest.approx(shared - 2 * shared / shape.layers), "two layers are in slots"
+    mixed = msgspec.structs.replace(shape, dense_layers=8)
+    less = 3 * shape.hidden * (shape.experts * shape.expert_intermediate - shape.intermediate)
+    assert shared - mixed.sharable_parameters(2, 4) == 8 * less
+    packed = read_shape("gpt-oss-20b-mxfp4")
+    assert packed.sharable_parameters(2, 2) == 0
+    assert packed.kept_bytes(2, 2) == packed.weight_bytes
+
+
 def test_steps_fetch_what_engines_share() -> None:
     narrow, wide = (cost_model(SHAPE, H200, 4, 2, widest) for widest in (2, 4))
     rate = H200.fetch_bytes_per_second

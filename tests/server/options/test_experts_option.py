@@ -2,8 +2,9 @@ from argparse import ArgumentParser
 
 import pytest
 
-from shoal.runtime.whole_experts import WholeExperts
-from shoal.server.options.experts_option import add_experts_option
+from shoal.runtime.whole_experts import ALWAYS, WholeExperts
+from shoal.server.errors import UserError
+from shoal.server.options.experts_option import add_experts_option, settled_experts
 from shoal.server.options.serve_options import model_defaults
 
 
@@ -31,3 +32,17 @@ def test_another_word_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit):
         parsed("--whole-experts", "often")
     assert "'often' is neither auto, never, FROM nor FROM-TO" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [None, WholeExperts(), ALWAYS])
+def test_engines_that_share_experts_have_whole_ones_in_all_steps(
+    asked: WholeExperts | None,
+) -> None:
+    assert settled_experts(asked, 2, has_experts=True) == ALWAYS
+    assert settled_experts(asked, 1, has_experts=True) == asked
+    assert settled_experts(asked, 2, has_experts=False) == asked
+
+
+def test_engines_that_share_experts_have_no_shares_of_each_for_other_steps() -> None:
+    with pytest.raises(UserError, match=r"^--whole-experts: with --share-weights 2 engines keep"):
+        settled_experts(WholeExperts(64, 512, automatic=False), 2, has_experts=True)

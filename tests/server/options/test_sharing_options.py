@@ -17,10 +17,11 @@ from shoal.server.options.sharing_options import (
 
 
 def config(
-    load_format: str = "auto", size: int = 512, found: Any = None, **model: Any
+    load_format: str = "auto", size: int = 512, found: Any = None, experts: int = 0, **model: Any
 ) -> SimpleNamespace:
     """Return what the check reads of a ``VllmConfig``; ``found`` is its quantisation's."""
-    known = {"model": "m", "is_moe": False, "use_mla": False, "quantization": None}
+    known = {"model": "m", "use_mla": False, "quantization": None}
+    known["get_num_experts"] = lambda: experts
     text = SimpleNamespace(intermediate_size=size) if size else SimpleNamespace()
     return SimpleNamespace(
         model_config=SimpleNamespace(**known | model, hf_text_config=text),
@@ -61,6 +62,9 @@ class Model:
     hf_text_config = SimpleNamespace(
         num_attention_heads=64, num_key_value_heads=8, intermediate_size=28672, hidden_size=8192
     )
+
+    def get_num_experts(self) -> int:
+        return 0
 
     def get_total_num_hidden_layers(self) -> int:
         return 80
@@ -202,7 +206,12 @@ def test_there_are_as_many_engines_as_share() -> None:
 @pytest.mark.parametrize(
     ("refused", "groups", "why"),
     [
-        (config(is_moe=True), 2, "m has experts"),
+        (config(experts=60), 8, "m has 60 experts, which make no 8 equal parts"),
+        (
+            config(experts=64, quantization="fp8", found=fp8()),
+            2,
+            "m has experts in FP8, and their scales are not those of blocks",
+        ),
         (config(use_mla=True), 2, r"m has latent attention \(MLA\)"),
         (config(quantization="gptq"), 2, r"m is quantised \(gptq\), and not by its .* in FP8"),
         (config(quantization="fp8_per_block"), 2, r"m is quantised \(fp8_per_block\), and not .*"),
@@ -231,7 +240,9 @@ def test_what_cannot_be_shared_is_refused_by_name(refused: Any, groups: int, why
         config(quantization="fp8", found=fp8()),
         config(quantization="fp8", found=fp8(block=128), size=1024),
         config(quantization="compressed-tensors", found=TENSORS),
+        config(experts=8, size=10),
+        config(experts=8, quantization="fp8", found=fp8(block=128), size=10),
     ],
 )
-def test_dense_models_are_shared(shared: Any) -> None:
+def test_others_are_shared(shared: Any) -> None:
     check_shared_model(4, shared, 8)

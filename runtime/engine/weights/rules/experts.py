@@ -33,6 +33,11 @@ from shoal.runtime.engine.kernels.expert_methods import (
     fp8_experts,
 )
 from shoal.runtime.engine.kernels.mxfp4_experts import Mxfp4Experts, mxfp4_experts
+from shoal.runtime.engine.weights.rules.expert_ranges import (
+    ExpertRange,
+    have_experts,
+    is_of_experts,
+)
 from shoal.runtime.engine.weights.rules.fused import regroup
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer, ShardRule
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights, named
@@ -84,7 +89,7 @@ class ExpertsRule(ShardRule):
 
     def arrange(self, full: FullLayer, groups: int) -> None:
         """Group the rows of every expert's ``w13`` in place, for as many members as can share."""
-        if full.module.moe_config.activation == MoEActivation.SWIGLUOAI:
+        if full.module.moe_config.activation == MoEActivation.SWIGLUOAI or _first(full) is not None:
             return
         block = getattr(full.module, "weight_block_size", None) or [1]
         groups = widest_share(full.module.w2_weight.shape[2], block[0], groups)
@@ -104,15 +109,17 @@ class ExpertsRule(ShardRule):
         """
         if isinstance(layer.quant_method, Mxfp4Experts):
             with named(full.name), _unviewable():
-                _view_packed(layer, full.module, shard)
+                _view_packed(layer, full, shard)
             return
         groups = getattr(full.module, "shoal_groups", 1)
         by_expert = layer.moe_config.moe_parallel_config.use_ep
+        if _first(full) is not None and shard.of > 1 and not by_expert:
+            raise UnviewableWeights(f"{full.name}: engines that share experts keep whole ones")
         shapes = {key: parameter.shape for key, parameter in layer._parameters.items()}
-        own = _own_experts(layer) if by_expert else None
+        own = _own_experts(layer, full, shard) if by_expert else None
         for key in full.module._parameters:
             tensor = full.tensor(key)
-            if key.startswith(("w13_", "w2_")):
+            if is_of_experts(key):
                 view = of_experts(tensor.data, own) if own else _of_each(key, tensor.data, shard)
                 if key in _CHECKED and view.shape != shapes[key]:
                     raise UnviewableWeights(
@@ -193,26 +200,42 @@ def _of_each(key: str, tensor: torch.Tensor, shard: Shard) -> torch.Tensor:
     return tensor.narrow(dimension, *shard.cut(tensor.shape[dimension]))
 
 
-def _own_experts(layer: nn.Module) -> slice:
-    """Return an expert parallel member's experts.
+def _first(full: FullLayer) -> int | None:
+    """Return the number of the first expert of a layer that has a part of them; None: it has all.
+
+    Engines that share weights keep such a part each (``shared_experts``).
+    """
+    found: int | None = getattr(full.module, "shoal_first", None)
+    return found
+
+
+def _own_experts(layer: nn.Module, full: FullLayer, shard: Shard) -> slice:
+    """Return which experts of those of a full layer are an expert parallel member's.
 
     Raises:
         UnviewableWeights: they are no neighbours.
     """
+    first = _first(full)
+    if first is not None:
+        weight = full.tensor("w2_weight")
+        begin, count = shard.cut(weight.shape[0])
+        numbers = ExpertRange(first + begin, count).numbers(layer.global_num_experts, weight.device)
+        have_experts(layer, numbers)
+        return slice(begin, begin + count)
     own = layer.expert_map_manager.get_local_expert_ids()
     if own != list(range(own[0], own[0] + len(own))):
         raise UnviewableWeights(f"{layer.layer_name}: a member's experts are no neighbours")
     return slice(own[0], own[-1] + 1)
 
 
-def _view_packed(layer: nn.Module, full: nn.Module, shard: Shard) -> None:
+def _view_packed(layer: nn.Module, full: FullLayer, shard: Shard) -> None:
     """View what vLLM packed: shares of each expert or whole experts, as vLLM divides them."""
     if shard.of == 1:
-        layer.quant_method.view(layer, full, slice(0, layer.local_num_experts))
+        layer.quant_method.view(layer, full.module, slice(0, layer.local_num_experts))
     elif layer.moe_config.moe_parallel_config.use_ep:
-        layer.quant_method.view(layer, full, _own_experts(layer))
+        layer.quant_method.view(layer, full.module, _own_experts(layer, full, shard))
     else:
-        layer.quant_method.view_share(layer, full, shard.rank, shard.of)
+        layer.quant_method.view_share(layer, full.module, shard.rank, shard.of)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ engine's own part. The DP model and other layouts with fewer members than there 
 weights (``whole_weights``): slots, or copies. Wider layouts view the engine's own part.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from shoal.runtime.engine.weights.sharing.nested_order import (
 )
 from shoal.runtime.engine.weights.sharing.pages import Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import ShardMemory
+from shoal.runtime.engine.weights.sharing.shared_experts import SharedExperts
 from shoal.runtime.engine.weights.sharing.shared_vocabulary import SharedVocabulary
 from shoal.runtime.engine.weights.sharing.shared_weight import (
     ALIGNMENT,
@@ -57,9 +59,11 @@ from shoal.runtime.engine.weights.sharing.slot_methods import (
     SlotMethod,
     SlotQkv,
 )
-from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots, stream_by, use_weights
+from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots, stream_by, streamed
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
+_NUMBERED = re.compile(r".*?\.\d+(?=\.)")
+"""The name of a layer of the model, in the names of its modules."""
 _OF_MLPS = {GATE_UP: MergedColumnParallelLinear, DOWN: RowParallelLinear}
 
 
@@ -111,6 +115,7 @@ class SharedLayers:
         """The number of each MLP's layer, by the MLP's name in the model."""
         self.whole = WholeWeights(pages)
         self._vocabulary = SharedVocabulary(self._place, degree, pages, self.whole, self)
+        self._experts = SharedExperts(self._place, degree, self.whole, self)
         stream_by(slots)
 
     # --- loading ----------------------------------------------------------------------------------
@@ -128,6 +133,8 @@ class SharedLayers:
         """
         if self.shares_vocabulary and (of_tokens := self._vocabulary.method(layer, stock)):
             return of_tokens
+        if (of_experts := self._experts.method(layer, name, stock)) is not None:
+            return of_experts
         owner, _, kind = name.rpartition(".")
         add, is_plain = partial(self.add, name), isinstance(stock, STOCK)
         method: SlotLinear | SlotFp8 | None = None
@@ -160,11 +167,11 @@ class SharedLayers:
         """Keep a part of one more weight."""
         self._weights[name] = weight
 
-    def _number(self, name: str) -> int:
-        """Return the number of a weight's layer: attention and an MLP of one module are one."""
+    def number_of(self, name: str) -> int:
+        """Return the number of a weight's layer, in which attention, an MLP and experts are one."""
         owner, _, kind = name.rpartition(".")
-        block = owner.rpartition(".")[0] or owner
-        number = self.number(block)
+        numbered = _NUMBERED.match(owner)
+        number = self.number(numbered[0] if numbered else owner)
         if any((known.layer, known.kind) == (number, kind) for known in self._weights.values()):
             number = self.number(owner)
         if kind in (GATE_UP, DOWN):
@@ -202,7 +209,7 @@ class SharedLayers:
                 f"{name}: {size} inner units do not make {self._degree.groups} equal parts"
             )
         weight = SharedWeight(
-            layer=self._number(name),
+            layer=self.number_of(name),
             kind=kind,
             shape=shape,
             dtype=dtype,
@@ -246,6 +253,8 @@ class SharedLayers:
         layer, _, key = name.rpartition(".")
         if self._vocabulary.has(layer, key):
             return True
+        if name in self._weights:  # of experts
+            return True
         return layer.partition(".pieces.")[0] in self._weights and key in ("weight", "own")
 
     def _member_part(self, weight: SharedWeight, whole: torch.Tensor, tp: int) -> torch.Tensor:
@@ -281,6 +290,7 @@ class SharedLayers:
             self._layers[name] = model.get_submodule(name)
             method.keep(self._layers[name], self._weights[name], self.whole.weight(name))
         self._vocabulary.complete(model)
+        self._experts.complete()
         if not self.kept.is_found:
             with torch.inference_mode():
                 for weight in self._weights.values():
@@ -290,8 +300,10 @@ class SharedLayers:
 
     def _check(self, model: nn.Module) -> None:
         mlps = {name: m for name, m in model.named_modules() if name in self._mlps}
-        if not mlps:
-            raise UnviewableWeights(f"{type(model).__name__} has no gated MLPs to be shared")
+        if not mlps and not self._experts:
+            raise UnviewableWeights(
+                f"{type(model).__name__} has no gated MLPs or experts to be shared"
+            )
         for name, mlp in mlps.items():
             layers = [getattr(mlp, kind, None) for kind in (GATE_UP, DOWN)]
             if not isinstance(getattr(mlp, "act_fn", None), GroupedActivation) or None in layers:
@@ -325,6 +337,8 @@ class SharedLayers:
             kept, order = self._methods[full.name].part(layer, weight, stored, parts), weight.order
         elif (rows := self._vocabulary.part(full.name, shard.of, self.kept.own)) is not None:
             kept, order = rows, rank_order
+        elif (experts := self._experts.part(full.name, shard.of)) is not None:
+            kept = experts
         else:
             return full, shard
         within = self._within(shard.of, order)
@@ -403,16 +417,17 @@ class SharedLayers:
                     modules[name], self._layers[name], self._weights[name], *of_member, pp
                 )
         pieces = self._vocabulary.stream_in(model, layout, self.kept.by_place)
+        waits = {weight.layer for weight in self._weights.values() if weight.kind == QKV}
+        of_experts = self._experts.stream_in(modules, layout, waits)
         if pp > 1:
-            numbers = dict.fromkeys(self._weights[name].layer for name in here)
+            numbers = sorted({self._weights[name].layer for name in here} | of_experts)
             self._slots.stages[tp, pp] = [*numbers, *pieces]
             known = self.whole.stages if tp == DP.tp else {}
             assert known.get(pp, {*numbers, *pieces}) == {*numbers, *pieces}, "of another stage"
-        waits = {weight.layer for weight in self._weights.values() if weight.kind == QKV}
         for name, number in self._mlps.items():
             if name in modules and number not in waits:  # else its attention waits (``SlotQkv``)
                 mlp = modules[name]
-                mlp.forward = _streamed(mlp.forward, layout, number)
+                mlp.forward = streamed(mlp.forward, tp, number, pp)
 
     def _copies(self, tp: int) -> dict[int, list[Copy]]:
         """Return how each layer gets into its slot, and pieces of the LM head: attention first."""
@@ -432,14 +447,3 @@ class SharedLayers:
                     kept = weight.part_in(self.kept.by_place[source.place])
                     copies[weight.layer].append(Copy(target, kept, is_own))
         return copies
-
-
-def _streamed(
-    forward: Callable[[torch.Tensor], torch.Tensor], layout: Layout, layer: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    tp, pp = layout.tp, layout.pp
-
-    def streamed(x: torch.Tensor) -> torch.Tensor:
-        return forward(use_weights(x, tp, layer, pp))
-
-    return streamed

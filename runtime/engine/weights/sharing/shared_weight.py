@@ -17,7 +17,6 @@ EMBEDDING, HEAD = "embed_tokens", "lm_head"
 """The same for the vocabulary: a part has the rows of some tokens."""
 BY_INPUTS = (DOWN, OUTPUT)
 """Of which a part has some of the inputs."""
-_OF_TOKENS = (EMBEDDING, HEAD)
 _NAMES = {"q": 0, "k": 1, "v": 2}
 """What vLLM calls the three parts of ``QKV``."""
 ALIGNMENT = 256
@@ -37,12 +36,13 @@ class Degree(NamedTuple):
 
 @dataclass
 class SharedWeight:
-    """One weight of which this engine keeps a part: of an MLP, of attention or of the vocabulary.
+    """One weight of which this engine keeps a part: of an MLP, experts, attention, the vocabulary.
 
     Attributes:
         layer: number of the layer in the model, that is of what is in a slot at a time.
-        kind: ``GATE_UP``, ``DOWN``, ``QKV``, ``OUTPUT``, ``EMBEDDING`` or ``HEAD``.
-        shape: of the whole weight, ``[outputs, inputs]``.
+        kind: ``GATE_UP``, ``DOWN``, ``QKV``, ``OUTPUT``, ``EMBEDDING`` or ``HEAD``; of experts the
+            name of a tensor, of which each expert has a row (``shared_experts``).
+        shape: of the whole weight, ``[outputs, inputs]``, or ``[experts, elements of one]``.
         degree: how it is divided.
         own: which part this engine keeps (``nested_order``).
         begin: where the part begins in the engine's memory, in bytes.
@@ -160,7 +160,7 @@ class SharedWeight:
     def _targets(self) -> list[torch.Tensor]:
         """Return where the tensors of the checkpoint come to lie, as views of what is kept."""
         assert self.kept is not None, "there is no memory for it yet"
-        if self.is_by_inputs or self.kind in _OF_TOKENS:
+        if self.is_by_inputs or self.kind not in (GATE_UP, QKV):
             return [self.kept]
         if self.kind == QKV:
             return list(self.kept.split([size // self.degree.parts for size in self.sections]))

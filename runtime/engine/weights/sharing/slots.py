@@ -6,7 +6,7 @@ layer begin. They go on until that layer needs its slot. So a step takes the lon
 copying. Layers that the engine has whole need no slot, and are left out.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -203,6 +203,24 @@ def use_weights(x: torch.Tensor, tp: int, layer: int, pp: int = 1) -> torch.Tens
     """
     torch.ops.shoal.use_weights(x, tp, layer, pp)
     return x
+
+
+def streamed(
+    forward: Callable[[torch.Tensor], torch.Tensor], tp: int, layer: int, pp: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what computes a module's output once its weights are in their slot.
+
+    Args:
+        forward: of the module.
+        tp: see ``WeightSlots.use``.
+        layer: see ``WeightSlots.use``.
+        pp: see ``WeightSlots.use``.
+    """
+
+    def after_use(x: torch.Tensor) -> torch.Tensor:
+        return forward(use_weights(x, tp, layer, pp))
+
+    return after_use
 
 
 torch.library.define(

@@ -462,7 +462,7 @@ def test_mlps_that_cannot_be_shared_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_model_without_gated_mlps_is_refused(tmp_path: Path) -> None:
     mlps = on_one_cpu(tmp_path)
-    with pytest.raises(UnviewableWeights, match="Linear has no gated MLPs"):
+    with pytest.raises(UnviewableWeights, match="Linear has no gated MLPs or experts"):
         mlps.complete(nn.Linear(2, 2), dummy=False)
 
 
