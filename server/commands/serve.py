@@ -30,7 +30,6 @@ from shoal.server.errors import UserError
 from shoal.server.gate.access import Access, check_environment, take_access
 from shoal.server.options import config_file
 from shoal.server.options.adapter_options import adapters_of, check_adapters_and_layouts
-from shoal.server.options.experts_option import settled_experts
 from shoal.server.options.fit_options import node_fit
 from shoal.server.options.image_options import check_images_and_layouts
 from shoal.server.options.policy_options import policy_of
@@ -237,9 +236,7 @@ def _configure(asked: Asked, say: Say) -> NodeConfig:
     vllm_config = vllm_options.make_vllm_config(engine_args)
     settle_share(args, vllm_config, engines, vllm_options.gpu_memory() if on_gpus else 0, say)
     _settle(args, vllm_config, max_group, on_gpus=on_gpus)
-    has_experts = vllm_config.model_config.is_moe
-    whole = settled_experts(args.whole_experts, args.share_weights, has_experts=has_experts)
-    layouts = _configured_layouts(args, max_group, vllm_config)
+    whole, layouts = args.whole_experts, _configured_layouts(args, max_group, vllm_config)
     configs = vllm_options.make_layout_configs(engine_args, vllm_config, layouts, whole)
     gpu = vllm_options.gpu_name() if gpus else None
     cost_model, fit = _costs(args, vllm_config, (engines, max_group), gpu, say)

@@ -27,9 +27,7 @@ def _steps(text: str) -> WholeExperts | None:
         raise ArgumentTypeError(str(error)) from None
 
 
-def settled_experts(
-    asked: WholeExperts | None, share: int, *, has_experts: bool
-) -> WholeExperts | None:
+def settled_experts(asked: WholeExperts | None, share: int) -> WholeExperts | None:
     """Return in which steps members of a group compute whole experts.
 
     Engines that share weights keep whole experts, so their groups have no shares of each.
@@ -37,12 +35,11 @@ def settled_experts(
     Args:
         asked: ``--whole-experts``.
         share: how many engines share weights.
-        has_experts: whether the model has.
 
     Raises:
         UserError: only some steps were to have whole experts.
     """
-    if share == 1 or not has_experts:
+    if share == 1:
         return asked
     if asked is not None and not asked.automatic and not asked.always:
         raise UserError(

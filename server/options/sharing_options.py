@@ -9,6 +9,7 @@ from shoal.runtime.config import ENGINE_COUNTS
 from shoal.runtime.node.supervisor import Say
 from shoal.runtime.simulation.shape_files import FileError, ShapeFile
 from shoal.server.errors import UserError
+from shoal.server.options.experts_option import settled_experts
 from shoal.server.options.promise_options import shape_of
 from shoal.server.options.shift_options import BY_SEQUENCE
 
@@ -67,6 +68,8 @@ def sharing_settings(args: Namespace) -> dict[str, Any]:
 def settle_share(args: Namespace, config: Any, engines: int, memory: int, say: Say) -> None:
     """Choose how many engines share weights, where the user has left it open.
 
+    If they share experts, groups divide these by number.
+
     Args:
         args: the parsed arguments, changed in place.
         config: vLLM's ``VllmConfig``.
@@ -75,13 +78,24 @@ def settle_share(args: Namespace, config: Any, engines: int, memory: int, say: S
         say: is told if they share what nobody asked them to.
 
     Raises:
-        UserError: see ``automatic_share``.
+        UserError: see ``automatic_share`` and ``settled_experts``.
     """
     asked = args.share_weights
     if asked is None and not _is_tested(args, config, engines):
         args.share_weights = 1
-    if isinstance(args.share_weights, int):
-        return
+    if not isinstance(args.share_weights, int):
+        args.share_weights = _chosen_share(args, config, engines, memory)
+    if asked is None and args.share_weights > 1:
+        say(
+            f"--share-weights {args.share_weights}: whole weights would leave too little of each "
+            "GPU's memory for KV (--share-weights 1 keeps them whole)"
+        )
+    if config.model_config.is_moe:
+        args.whole_experts = settled_experts(args.whole_experts, args.share_weights)
+
+
+def _chosen_share(args: Namespace, config: Any, engines: int, memory: int) -> int:
+    """Return how many engines share weights; the arguments are those of ``settle_share``."""
     cache = config.cache_config
     chosen = cache.kv_cache_memory_bytes  # then vLLM does not ask how much it may take
     room = memory - chosen if memory and chosen else memory * cache.gpu_memory_utilization
@@ -90,12 +104,7 @@ def settle_share(args: Namespace, config: Any, engines: int, memory: int, say: S
     is_moe = config.model_config.is_moe
     limits = weight_limits(args.policy, args.max_group, has_experts=is_moe)
     limits = (MOST_FOR_WEIGHTS,) if chosen else limits
-    args.share_weights = automatic_share(config, engines, room, max_sp, limits)
-    if asked is None and args.share_weights > 1:
-        say(
-            f"--share-weights {args.share_weights}: whole weights would leave too little of each "
-            "GPU's memory for KV (--share-weights 1 keeps them whole)"
-        )
+    return automatic_share(config, engines, room, max_sp, limits)
 
 
 def weight_limits(

@@ -38,11 +38,10 @@ def test_another_word_ends_in_one_line(capsys: pytest.CaptureFixture[str]) -> No
 def test_engines_that_share_experts_have_whole_ones_in_all_steps(
     asked: WholeExperts | None,
 ) -> None:
-    assert settled_experts(asked, 2, has_experts=True) == ALWAYS
-    assert settled_experts(asked, 1, has_experts=True) == asked
-    assert settled_experts(asked, 2, has_experts=False) == asked
+    assert settled_experts(asked, 2) == ALWAYS
+    assert settled_experts(asked, 1) == asked
 
 
 def test_engines_that_share_experts_have_no_shares_of_each_for_other_steps() -> None:
     with pytest.raises(UserError, match=r"^--whole-experts: with --share-weights 2 engines keep"):
-        settled_experts(WholeExperts(64, 512, automatic=False), 2, has_experts=True)
+        settled_experts(WholeExperts(64, 512, automatic=False), 2)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shoal.runtime.whole_experts import ALWAYS, WholeExperts
 from shoal.server.errors import UserError
 from shoal.server.options.sharing_options import (
     AUTO,
@@ -98,7 +99,7 @@ def chosen(
         quant_config=args.pop("found", None),
     )
     others = {"max_sp": 1, "enable_lora": False, "speculative_config": None}
-    others |= {"policy": "adaptive", "max_group": None}
+    others |= {"policy": "adaptive", "max_group": None, "whole_experts": WholeExperts()}
     given = Namespace(**{"share_weights": share} | others | args)
     settle_share(given, config, engines, gigabytes * 10**9, said.append)
     found: int | str | None = given.share_weights
@@ -136,6 +137,57 @@ def test_a_line_says_that_engines_share_what_nobody_asked_them_to() -> None:
     chosen(192, 2, None, said=said)
     (line,) = said
     assert line.startswith("--share-weights 2: ")
+
+
+class Experts(Model):
+    """Of a ``ModelConfig`` the same of Qwen3-30B-A3B: 61 GB."""
+
+    architecture, is_moe = "Qwen3MoeForCausalLM", True
+    hf_text_config = SimpleNamespace(
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        intermediate_size=6144,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+
+    def get_num_experts(self) -> int:
+        return 128
+
+    def get_num_experts_per_tok(self) -> int:
+        return 8
+
+    def get_total_num_hidden_layers(self) -> int:
+        return 48
+
+    def get_hidden_size(self) -> int:
+        return 2048
+
+    def get_vocab_size(self) -> int:
+        return 151936
+
+    def get_total_num_kv_heads(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("share", [None, AUTO])
+def test_models_with_experts_share_weights_that_do_not_fit(share: str | None) -> None:
+    assert chosen(80, 2, share, model=Experts()) == 1, "they leave little"
+    assert chosen(64, 2, share, model=Experts()) == 2
+    quantised = Experts()
+    quantised.quantization = "fp8"
+    assert chosen(40, 2, share, model=quantised, found=fp8(block=128)) == 1
+    assert chosen(30, 2, share, model=quantised, found=fp8(block=128)) == 2
+    assert chosen(30, 2, share, model=quantised, found=fp8()) == 1, "scales of tensors"
+
+
+def test_groups_of_engines_that_share_experts_have_whole_ones() -> None:
+    for model, whole in ((Experts(), ALWAYS), (Model(), WholeExperts())):
+        given = Namespace(share_weights=2, whole_experts=WholeExperts())
+        settle_share(given, SimpleNamespace(model_config=model), 2, 80 * 10**9, print)
+        assert given.whole_experts == whole
 
 
 class Untested(Model):

@@ -416,7 +416,8 @@ class SharedLayers:
                 self._methods[name].stream(
                     modules[name], self._layers[name], self._weights[name], *of_member, pp
                 )
-        pieces = self._vocabulary.stream_in(model, layout, self.kept.by_place)
+        is_last = self._engine % layout.world_size >= layout.answering_member
+        pieces = self._vocabulary.stream_in(model, layout, self.kept.by_place, has_head=is_last)
         waits = {weight.layer for weight in self._weights.values() if weight.kind == QKV}
         of_experts = self._experts.stream_in(modules, layout, waits)
         if pp > 1:

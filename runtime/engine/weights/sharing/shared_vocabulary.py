@@ -184,7 +184,12 @@ class SharedVocabulary:
         return part
 
     def stream_in(
-        self, model: nn.Module, layout: Layout, kept: Mapping[int, torch.Tensor]
+        self,
+        model: nn.Module,
+        layout: Layout,
+        kept: Mapping[int, torch.Tensor],
+        *,
+        has_head: bool = True,
     ) -> list[int]:
         """Let a layout of few members compute with rows that several engines keep.
 
@@ -192,6 +197,8 @@ class SharedVocabulary:
             model: the layout's; a stage may have neither embeddings nor an LM head.
             layout: the layout.
             kept: what engines keep, by their places.
+            has_head: whether the member computes logits. vLLM's models with experts have an LM head
+                in every stage of a pipeline, and use that of the last one.
 
         Returns:
             The numbers of the pieces of its LM head.
@@ -203,6 +210,8 @@ class SharedVocabulary:
             target = model.get_submodule(layer.names[0])
             if not isinstance(target, VocabParallelEmbedding):
                 continue  # another stage has it
+            if layer.kind == HEAD and not has_head:
+                continue
             if layer.kind == EMBEDDING:
                 parts = [layer.kept_in(kept[part]) for part in range(first, first + count)]
                 gather(target, parts)
