@@ -43,8 +43,10 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shoal.policies.cost.correction import KNOWN, MAX_CORRECTION, Correction
+from shoal.policies.cost.same import Same
 from shoal.policies.cost.speculation import NOT_SEEN, Speculation
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import Layout
@@ -128,17 +130,6 @@ class Hardware:
     """Rate of attention's arithmetic; None: as that of linear layers."""
     request_seconds: float = 0.0
     """What each request that decodes adds to a step."""
-
-
-def stage_seconds(layout: Layout, seconds: float, hop: float) -> float:
-    """Return the time of a step in one of its stages.
-
-    Args:
-        layout: the unit's.
-        seconds: a step from its beginning to its end.
-        hop: the part of it between two stages.
-    """
-    return (seconds - (layout.pp - 1) * hop) / layout.pp
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +231,9 @@ class CostModel:
 
     def pace(self, layout: Layout, kind: StepKind, mode: Mode = Mode.TP) -> Pace:
         """Return the predicted times of all steps of one layout, kind and mode."""
+        return _known_pace(Same(self), layout, kind, mode)
+
+    def _corrected_pace(self, layout: Layout, kind: StepKind, mode: Mode) -> Pace:
         slope, offset = self._nearest(Correction(layout, kind, mode)).line
         pace = replace(self._pace(layout, mode, kind), slope=slope, offset=offset)
         if not pace.fetch:
@@ -447,3 +441,9 @@ class CostModel:
 def _steps(correction: Correction) -> tuple[Layout, StepKind, Mode, bool]:
     """Return which steps a correction is of."""
     return correction.layout, correction.kind, correction.mode, correction.streams
+
+
+@lru_cache(1024)
+def _known_pace(model: Same[CostModel], layout: Layout, kind: StepKind, mode: Mode) -> Pace:
+    """Return ``CostModel.pace``: to find it takes far longer than to compute one step by it."""
+    return model.of._corrected_pace(layout, kind, mode)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from shoal.policies.values.layouts import Layout
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -160,3 +162,14 @@ class Pace:
         both = self.overlapped(tokens, context, pairs, decodes)
         corrected = self.fetch_slope * both + self.fetch_offset
         return min(self.most * both, max(both / self.most, corrected)) / self.yielded
+
+
+def stage_seconds(layout: Layout, seconds: float, hop: float) -> float:
+    """Return the time of a step in one of its stages.
+
+    Args:
+        layout: the unit's.
+        seconds: a step from its beginning to its end.
+        hop: the part of it between two stages.
+    """
+    return (seconds - (layout.pp - 1) * hop) / layout.pp

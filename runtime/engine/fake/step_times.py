@@ -6,10 +6,10 @@ from typing import Protocol
 
 import msgspec
 
-from shoal.policies.cost.cost_model import stage_seconds
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.policies.values.level import WHOLE, Level, slowest
+from shoal.policies.values.pace import stage_seconds
 from shoal.runtime.engine.fake.fake_kv import KvMemory
 from shoal.runtime.protocol.messages import Work
 

@@ -13,11 +13,11 @@ from shoal.policies.cost.cost_model import (
     CostModel,
     Hardware,
     ModelShape,
-    stage_seconds,
 )
 from shoal.policies.cost.speculation import KEPT, Speculation
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
+from shoal.policies.values.pace import stage_seconds
 
 SHAPE = ModelShape(
     layers=10, hidden=100, heads=8, kv_heads=4, head_dim=16, parameters=1e6, weight_bytes=2.0
@@ -556,6 +556,14 @@ def test_a_group_s_short_prompt_beside_decodes_waits_for_the_host_in_tp() -> Non
         in_sp = model.step_seconds(layout, short, Mode.SP)
         assert in_sp == free.step_seconds(layout, short, Mode.SP)
     assert model.step_seconds(DP, short) == free.step_seconds(DP, short)
+
+
+def test_a_pace_is_found_once_for_a_model() -> None:
+    pace = MODEL.pace(DP, StepKind.DECODE)
+    assert MODEL.pace(DP, StepKind.DECODE) is pace
+    assert MODEL.pace(Layout(tp=2), StepKind.DECODE) != pace
+    slow = MODEL.observe(DP, ONE, 100 * MODEL.step_seconds(DP, ONE))
+    assert slow.pace(DP, StepKind.DECODE) != pace, "a measurement makes a new model"
 
 
 def test_measurements_correct_their_mode_only() -> None:
