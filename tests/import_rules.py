@@ -159,6 +159,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.weights.sharing.split_linear",
         "shoal.runtime.engine.weights.sharing.stream_copier",
         "shoal.runtime.engine.weights.sharing.vocabulary_methods",
+        "shoal.runtime.engine.weights.sharing.weight_keeper",
         "shoal.runtime.engine.weights.sharing.whole_weights",
         "shoal.runtime.engine.weights.store",
         "shoal.runtime.engine.weights.view_loader",

@@ -130,7 +130,7 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def _mlps(self) -> list[tuple[int, int]]:
-        """For each kind of layers how many there are, and the parameters of an MLP or experts."""
+        """Each kind of layers: how many there are, and the parameters of its MLP or experts."""
         dense = self.dense_layers if self.experts else self.layers
         of_experts = self.experts * self.expert_intermediate + self.shared_intermediate
         kinds = [(dense, self.intermediate), (self.layers - dense, of_experts)]

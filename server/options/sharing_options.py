@@ -101,9 +101,10 @@ def _chosen_share(args: Namespace, config: Any, engines: int, memory: int) -> in
     room = memory - chosen if memory and chosen else memory * cache.gpu_memory_utilization
     # The largest degree of SP is chosen later; the larger it is, the less engines may share.
     max_sp = args.max_sp if isinstance(args.max_sp, int) else engines
-    is_moe = config.model_config.is_moe
-    limits = weight_limits(args.policy, args.max_group, has_experts=is_moe)
-    limits = (MOST_FOR_WEIGHTS,) if chosen else limits
+    limits: Sequence[float] = (MOST_FOR_WEIGHTS,)
+    if not chosen:
+        has_experts = config.model_config.is_moe
+        limits = weight_limits(args.policy, args.max_group, has_experts=has_experts)
     return automatic_share(config, engines, room, max_sp, limits)
 
 
@@ -121,8 +122,9 @@ def weight_limits(
         has_experts: whether the model has.
     """
     forms_groups = policy not in (MANUAL.name, STATIC_DP.name) and max_group != 1
-    forms_groups = forms_groups and not has_experts
-    return (USUAL_FOR_WEIGHTS, MOST_FOR_WEIGHTS) if forms_groups else (MOST_FOR_WEIGHTS,)
+    if forms_groups and not has_experts:
+        return USUAL_FOR_WEIGHTS, MOST_FOR_WEIGHTS
+    return (MOST_FOR_WEIGHTS,)
 
 
 def fewest_sharers(

@@ -46,8 +46,9 @@ class InLayers:
     method inside an operator, which knows how many tokens the step has. A CUDA graph is captured
     for one number of tokens, so it holds what was chosen for that number.
 
-    Where the tensors of some experts are in another place, a second layer has them,
-    ``layer.shoal_beside``; ``layer.shoal_before`` has them come there, if it is there.
+    Where the tensors of some experts are in another place, a second layer has them:
+    ``layer.shoal_beside``. A layer may have ``layer.shoal_before``, too. This is called first, and
+    waits until the tensors are in their place.
     """
 
     def apply(self, layer: nn.Module, x: torch.Tensor, **others: Any) -> Any:

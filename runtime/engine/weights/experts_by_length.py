@@ -84,7 +84,7 @@ def whole_experts(layer: RoutedExperts, full: FullLayer, shard: Shard) -> Routed
     """
     own = ExpertRange(*shard.cut(layer.global_num_experts))
     views = {
-        key: of_experts(full.tensor(key).data, slice(own.first, own.first + own.size))
+        key: of_experts(full.tensor(key).data, own.slice)
         for key in full.module._parameters
         if is_of_experts(key)
     }

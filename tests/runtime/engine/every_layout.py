@@ -134,3 +134,27 @@ def assert_wrong_experts_change_tokens_by_length(node: RealNode) -> None:
         assert all(one != other for one, other in zip(found, expected, strict=True))
         firsts = [[output[0] for output in outputs] for outputs in (found, expected)]
         assert (firsts[0] == firsts[1]) == (confuse is probes.confuse_experts)
+
+
+def before_damage_with_it_and_after(
+    node: RealNode, unit: Unit, damage: probes.Damage, count: int
+) -> list[Tokens]:
+    """Return what a unit generates three times, the second time with its engines damaged.
+
+    Args:
+        node: the node; what runs in the damaged unit caches nothing.
+        unit: one engine, or a group, which is formed anew each time.
+        damage: what is done to each engine of the unit, and undone.
+        count: output tokens of each prompt.
+    """
+    found = []
+    prompts = random_prompts((5, 9, 12, 7), seed=500)  # of no whole block, so none is cached
+    for damaged in (False, True, False):
+        node.switch()
+        for engine in unit.engines:
+            if found:
+                node.probe(engine, damage, damaged)
+        if unit.is_group:
+            node.switch(unit)
+        found.append(node.generate(unit, prompts, count))
+    return found

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, GateLinear
 from vllm.model_executor.layers.fused_moe import layer as layer_module
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -57,6 +59,35 @@ def make_experts(
     config = VllmConfig(parallel_config=ParallelConfig(enable_expert_parallel=by_expert))
     with set_current_vllm_config(config), tensor_parallel(rank, degree):
         return ExpertsLayer(quant_config, hidden, intermediate, **experts)
+
+
+def load_experts(
+    layer: ExpertsLayer, hidden: int, intermediate: int, *, without: int | None = None
+) -> None:
+    """Load a random checkpoint, the same one each time, by vLLM's own loader.
+
+    Args:
+        layer: a layer whose experts are not quantised.
+        hidden: features of a token.
+        intermediate: inner features of an expert.
+        without: an expert that is left out; None: all are loaded.
+    """
+    draw = torch.Generator().manual_seed(5)
+    layer.gate.weight.data = torch.randn(EXPERTS, hidden, generator=draw)
+    for expert in range(EXPERTS):
+        for shard, key in (("w1", "w13_weight"), ("w3", "w13_weight"), ("w2", "w2_weight")):
+            shape = (hidden, intermediate) if shard == "w2" else (intermediate, hidden)
+            weight, parameter = torch.randn(shape, generator=draw), getattr(layer.routed, key)
+            if expert != without:
+                parameter.weight_loader(parameter, weight, key, shard_id=shard, expert_id=expert)
+
+
+def expert_output(layer: ExpertsLayer, hidden: int, tokens: int, seed: int = 9) -> torch.Tensor:
+    """Return what a member computes of some tokens, before the members add up."""
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed))
+    with set_forward_context(None, VllmConfig()):
+        computed: torch.Tensor = layer.experts._forward_impl(x, x, None)
+    return computed
 
 
 def without_groups(patch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from shoal.policies.values.partition import singles
 from shoal.runtime.protocol.messages import Mode
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
+from tests.runtime.engine.every_layout import before_damage_with_it_and_after
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
@@ -145,15 +146,6 @@ def test_weights_of_another_layer_or_member_change_the_tokens(
     unit = alone(0) if damage is probes.read_slots_early else QUARTET
     if unit.is_group and node.config.share_weights == ENGINES:
         pytest.skip("no layout has more members than share weights")
-    found = []
-    prompts = random_prompts((5, 9, 12, 7), seed=500)  # of no whole block, so none is cached
-    for damaged in (False, True, False):
-        node.switch()
-        for engine in unit.engines:
-            if found:
-                node.probe(engine, damage, damaged)
-        if unit.is_group:
-            node.switch(unit)
-        found.append(node.generate(unit, prompts, TOKENS))
+    found = before_damage_with_it_and_after(node, unit, damage, TOKENS)
     assert agree(found[0], found[2])
     assert not agree(found[0], found[1])

@@ -21,7 +21,7 @@ from shoal.runtime.protocol.messages import Mode
 from shoal.runtime.whole_experts import ALWAYS
 from tests.random_checkpoint import write_checkpoint
 from tests.runtime.engine import probes
-from tests.runtime.engine.every_layout import ALL
+from tests.runtime.engine.every_layout import ALL, before_damage_with_it_and_after
 from tests.runtime.engine.prompts import MODELS_WITH_EXPERTS, make_model, random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
@@ -141,16 +141,7 @@ def test_experts_of_another_layer_or_member_change_the_tokens(
 ) -> None:
     if unit.is_group and node.config.share_weights == ENGINES:
         pytest.skip("no layout has more members than share weights")
-    found = []
-    prompts = random_prompts((5, 9, 12, 7), seed=500)  # of no whole block, so none is cached
-    for damaged in (False, True, False):
-        node.switch()
-        for engine in unit.engines:
-            if found:
-                node.probe(engine, damage, damaged)
-        if unit.is_group:
-            node.switch(unit)
-        found.append(node.generate(unit, prompts, TOKENS))
+    found = before_damage_with_it_and_after(node, unit, damage, TOKENS)
     assert found[0] == found[2]
     assert found[0] != found[1]
 

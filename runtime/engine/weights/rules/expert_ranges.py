@@ -18,6 +18,11 @@ class ExpertRange(NamedTuple):
     """The first one's number among all."""
     size: int
 
+    @property
+    def slice(self) -> slice:
+        """Their rows in a tensor of all experts."""
+        return slice(self.first, self.first + self.size)
+
     def numbers(self, experts: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Return what vLLM calls an expert map, int32: each expert's place here, or -1.
 
@@ -26,7 +31,7 @@ class ExpertRange(NamedTuple):
             device: of the result.
         """
         places = torch.full((experts,), -1, dtype=torch.int32)
-        places[self.first : self.first + self.size] = torch.arange(self.size, dtype=torch.int32)
+        places[self.slice] = torch.arange(self.size, dtype=torch.int32)
         return places.to(device)
 
 

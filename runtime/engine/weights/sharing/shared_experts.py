@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,24 +31,8 @@ from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree, SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import use_weights
+from shoal.runtime.engine.weights.sharing.weight_keeper import Keeper
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
-
-
-class Keeper(Protocol):
-    """Has all that an engine keeps (``SharedLayers``)."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the memory for all weights that it has so far."""
-
-    def keep(self, name: str, weight: SharedWeight) -> None:
-        """Keep a part of one more weight."""
-
-    def number_of(self, name: str) -> int:
-        """Return the number of a weight's layer, that is of what is in a slot at a time."""
-
-    def allocate(self) -> None:
-        """Find or make memory: all weights are known, none is loaded."""
 
 
 class _Slots:
@@ -171,8 +155,8 @@ class SharedExperts:
         return method
 
     def _own(self, experts: int, tp: int | None = None) -> ExpertRange:
-        """Return the experts that the engine keeps, or that it computes in a layout."""
-        members = tp or self._degree.parts
+        """Return the experts that the engine keeps, or of these and others those of a layout."""
+        members = min(tp or self._degree.parts, self._degree.parts)
         count = experts // members
         return ExpertRange(nested_shard(self._place % members, members) * count, count)
 
@@ -217,11 +201,11 @@ class SharedExperts:
         self._keeper.allocate()
         weight, module = layer.weights[key], layer.module
         own = self._own(module.global_num_experts)
-        here = range(own.first, own.first + own.size)
+        here = range(module.global_num_experts)[own.slice]
         if loaded_weight.dim() == 3:
             expert_id = own.first
             if len(loaded_weight) != own.size:
-                loaded_weight = loaded_weight[here.start : here.stop]
+                loaded_weight = loaded_weight[own.slice]
         if expert_id not in here:
             return False if return_success else None
         if not weight.was_filled:
@@ -243,14 +227,14 @@ class SharedExperts:
     def _compute_all(self, target: nn.Module, name: str, layer: _Layer) -> None:
         """Let a layer compute its engine's own experts, and all others by a layer beside it."""
         experts = target.global_num_experts
-        device = self._whole.weight(f"{name}.w2_weight").device
+        everywhere = self._everywhere(name, layer)
+        device = everywhere["w2_weight"].device
         own = self._own(experts).numbers(experts, device)
         others = torch.arange(experts, dtype=torch.int32, device=device)
-        whole = {k: layer.of(k, self._whole.weight(f"{name}.{k}")) for k in layer.weights}
         for key, tensor in layer.own.items():
             target.register_parameter(key, Parameter(tensor, requires_grad=False))
         have_experts(target, own)
-        beside = with_experts(target, whole, others.masked_fill(own >= 0, -1))
+        beside = with_experts(target, everywhere, others.masked_fill(own >= 0, -1))
         object.__setattr__(target, "shoal_beside", beside)  # it is no module of the model
         for each in (target, beside):
             set_groups(each, 1)
@@ -272,24 +256,19 @@ class SharedExperts:
         layer = self._layers.get(name)
         if layer is None:
             return None
-        tensors: Mapping[str, torch.Tensor] = layer.own
-        first = self._own(layer.module.global_num_experts, min(tp, self._degree.parts)).first
+        here, tensors = self._own(layer.module.global_num_experts, tp), layer.own
         if tp < self._degree.parts:
-            tensors = self._streamed(name, layer, tp)
+            tensors = {k: tensor[here.slice] for k, tensor in self._everywhere(name, layer).items()}
         part = nn.Module()
         for key, parameter in layer.module._parameters.items():
             tensor = Parameter(tensors[key], requires_grad=False) if key in tensors else parameter
             part.register_parameter(key, tensor)
-        part.shoal_first = first
+        part.shoal_first = here.first
         return part
 
-    def _streamed(self, name: str, layer: _Layer, tp: int) -> Mapping[str, torch.Tensor]:
-        member = nested_shard(self._place % tp, tp)
-        whole = {key: self._whole.weight(f"{name}.{key}") for key in layer.weights}
-        return {
-            key: layer.of(key, weight.within(whole[key], member, tp))
-            for key, weight in layer.weights.items()
-        }
+    def _everywhere(self, name: str, layer: _Layer) -> dict[str, torch.Tensor]:
+        """Return the tensors of all experts, where layouts of few members find them."""
+        return {key: layer.of(key, self._whole.weight(f"{name}.{key}")) for key in layer.weights}
 
     def stream_in(
         self, modules: Mapping[str, nn.Module], layout: Layout, waits: set[int]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,26 +30,10 @@ from shoal.runtime.engine.weights.sharing.vocabulary_methods import (
     gather,
     parameter,
 )
+from shoal.runtime.engine.weights.sharing.weight_keeper import Keeper
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 from shoal.runtime.engine.weights.store import layers_of
 from shoal.runtime.vocabulary_sharing import head_pieces
-
-
-class Keeper(Protocol):
-    """Has all that an engine keeps (``SharedLayers``)."""
-
-    @property
-    def size(self) -> int:
-        """Bytes of the memory for all weights that it has so far."""
-
-    def keep(self, name: str, weight: SharedWeight) -> None:
-        """Keep a part of one more weight, whose name is for people."""
-
-    def number(self, name: str) -> int:
-        """Return the number of what is in a slot at a time."""
-
-    def allocate(self) -> None:
-        """Find or make memory: all weights are known, none is loaded."""
 
 
 @dataclass

@@ -36,7 +36,7 @@ class Degree(NamedTuple):
 
 @dataclass
 class SharedWeight:
-    """One weight of which this engine keeps a part: of an MLP, experts, attention, the vocabulary.
+    """One weight of which this engine keeps a part: of an MLP, experts, attention or vocabulary.
 
     Attributes:
         layer: number of the layer in the model, that is of what is in a slot at a time.

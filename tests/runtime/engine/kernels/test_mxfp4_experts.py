@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vllm.config import VllmConfig
-from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
@@ -30,6 +28,7 @@ from tests.runtime.engine.expert_layers import (
     EXPERTS,
     LARGEST,
     ExpertsLayer,
+    expert_output,
     make_experts,
     without_groups,
 )
@@ -93,10 +92,7 @@ def view(
 
 def output(layer: ExpertsLayer) -> torch.Tensor:
     """Return what a member computes of some tokens, before the members add up."""
-    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(9))
-    with set_forward_context(None, VllmConfig()):
-        computed: torch.Tensor = layer.experts._forward_impl(x, x, None)
-    return computed
+    return expert_output(layer, HIDDEN, tokens=9)
 
 
 # --- on CPUs, as a checkpoint has them ------------------------------------------------------------

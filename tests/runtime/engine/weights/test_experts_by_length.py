@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.forward_context import set_forward_context
 
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.weights.experts_by_length import add_whole_experts
@@ -18,6 +17,7 @@ from tests.runtime.engine.expert_layers import (
     EXPERTS,
     LARGEST,
     ExpertsLayer,
+    expert_output,
     make_experts,
     without_groups,
 )
@@ -84,10 +84,7 @@ def member(
 
 def output(layer: ExpertsLayer, tokens: int) -> torch.Tensor:
     """Return what a member computes of a step, before the members add up."""
-    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
-    with set_forward_context(None, VllmConfig()):
-        computed: torch.Tensor = layer.experts._forward_impl(x, x, None)
-    return computed
+    return expert_output(layer, HIDDEN, tokens, seed=tokens)
 
 
 @pytest.mark.parametrize(("rank", "degree"), ranks(2, 4))

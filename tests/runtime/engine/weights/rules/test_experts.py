@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from vllm.config import VllmConfig
-from vllm.forward_context import set_forward_context
 
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
@@ -17,6 +15,8 @@ from tests.runtime.engine.expert_layers import (
     EXPERTS,
     LARGEST,
     ExpertsLayer,
+    expert_output,
+    load_experts,
     make_experts,
     without_groups,
 )
@@ -33,15 +33,8 @@ def make(rank: int, degree: int, *, views: bool, **options: Any) -> ExpertsLayer
 def loaded(rank: int, degree: int, *, by_expert: bool = False) -> ExpertsLayer:
     """Return the layer with the same random checkpoint, loaded by vLLM's own loader."""
     layer = make(rank, degree, views=False, by_expert=by_expert)
-    draw = torch.Generator().manual_seed(5)
-    layer.gate.weight.data = torch.randn(EXPERTS, HIDDEN, generator=draw)
-    routed = layer.routed
-    for expert in range(EXPERTS):
-        for shard, key in (("w1", "w13_weight"), ("w3", "w13_weight"), ("w2", "w2_weight")):
-            shape = (HIDDEN, INTERMEDIATE) if shard == "w2" else (INTERMEDIATE, HIDDEN)
-            weight, parameter = torch.randn(shape, generator=draw), getattr(routed, key)
-            routed.weight_loader(parameter, weight, key, shard_id=shard, expert_id=expert)
-    routed.quant_method.process_weights_after_loading(routed)
+    load_experts(layer, HIDDEN, INTERMEDIATE)
+    layer.routed.quant_method.process_weights_after_loading(layer.routed)
     return layer
 
 
@@ -62,10 +55,7 @@ def view(dp: ExpertsLayer, rank: int, degree: int, *, by_expert: bool = False) -
 
 def output(layer: ExpertsLayer) -> torch.Tensor:
     """Return what a member computes of some tokens, before the members add up."""
-    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(9))
-    with set_forward_context(None, VllmConfig()):
-        computed: torch.Tensor = layer.experts._forward_impl(x, x, None)
-    return computed
+    return expert_output(layer, HIDDEN, tokens=7)
 
 
 @pytest.fixture(autouse=True)

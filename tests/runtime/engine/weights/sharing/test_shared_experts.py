@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.forward_context import set_forward_context
 
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
@@ -17,7 +16,14 @@ from shoal.runtime.engine.weights.sharing.shared_experts import SharedExperts
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree, SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import HostCopier, WeightSlots, stream_by
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
-from tests.runtime.engine.expert_layers import EXPERTS, ExpertsLayer, make_experts, without_groups
+from tests.runtime.engine.expert_layers import (
+    EXPERTS,
+    ExpertsLayer,
+    expert_output,
+    load_experts,
+    make_experts,
+    without_groups,
+)
 
 HIDDEN, INTERMEDIATE = 32, 64
 LAYER = "experts.routed_experts"
@@ -70,15 +76,7 @@ def engine(place: int, share: int, **options: Any) -> Engine:
 
 
 def load(layer: ExpertsLayer, *, without: int | None = None) -> None:
-    """Load a random checkpoint by vLLM's own loader, or all but one expert of it."""
-    draw = torch.Generator().manual_seed(5)
-    layer.gate.weight.data = torch.randn(EXPERTS, HIDDEN, generator=draw)
-    for expert in range(EXPERTS):
-        for shard, key in (("w1", "w13_weight"), ("w3", "w13_weight"), ("w2", "w2_weight")):
-            shape = (HIDDEN, INTERMEDIATE) if shard == "w2" else (INTERMEDIATE, HIDDEN)
-            weight, parameter = torch.randn(shape, generator=draw), getattr(layer.routed, key)
-            if expert != without:
-                parameter.weight_loader(parameter, weight, key, shard_id=shard, expert_id=expert)
+    load_experts(layer, HIDDEN, INTERMEDIATE, without=without)
 
 
 @pytest.fixture
@@ -90,10 +88,7 @@ def stock() -> ExpertsLayer:
 
 
 def output(layer: ExpertsLayer) -> torch.Tensor:
-    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(9))
-    with set_forward_context(None, VllmConfig()):
-        computed: torch.Tensor = layer.experts._forward_impl(x, x, None)
-    return computed
+    return expert_output(layer, HIDDEN, tokens=7)
 
 
 @pytest.mark.parametrize(("place", "share"), [(0, 2), (1, 2), (1, 4), (2, 4)])
