@@ -229,12 +229,21 @@ class SharedExperts:
         experts = target.global_num_experts
         everywhere = self._everywhere(name, layer)
         device = everywhere["w2_weight"].device
-        own = self._own(experts).numbers(experts, device)
-        others = torch.arange(experts, dtype=torch.int32, device=device)
+        here = self._own(experts)
+        own = here.numbers(experts, device)
         for key, tensor in layer.own.items():
             target.register_parameter(key, Parameter(tensor, requires_grad=False))
         have_experts(target, own)
-        beside = with_experts(target, everywhere, others.masked_fill(own >= 0, -1))
+        if self._degree.parts == 2:
+            # Nothing is behind the addresses of this engine's own part (``WholeWeights``), and a
+            # Triton kernel fails if nothing is where a tensor begins.
+            others = ExpertRange(here.size - here.first, here.size)
+            everywhere = {key: tensor[others.slice] for key, tensor in everywhere.items()}
+            numbers = others.numbers(experts, device)
+        else:
+            numbers = torch.arange(experts, dtype=torch.int32, device=device)
+            numbers.masked_fill_(own >= 0, -1)
+        beside = with_experts(target, everywhere, numbers)
         object.__setattr__(target, "shoal_beside", beside)  # it is no module of the model
         for each in (target, beside):
             set_groups(each, 1)

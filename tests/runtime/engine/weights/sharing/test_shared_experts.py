@@ -118,6 +118,26 @@ def test_an_engine_keeps_its_experts_and_dp_computes_all(
     assert not torch.allclose(output(layer), output(stock), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize(("place", "share"), [(0, 2), (1, 2), (0, 4), (2, 4)])
+def test_tensors_begin_where_there_is_memory(place: int, share: int) -> None:
+    """On GPUs a Triton kernel fails if nothing is behind the address at which a tensor begins.
+
+    Nothing is behind an engine's own part of the whole weight if two engines share weights.
+    """
+    layer, shared, keeper, whole = engine(place, share)
+    load(layer)
+    shared.complete()
+    size, first = EXPERTS // share, nested_shard(place, share) * EXPERTS // share
+    for key in ("w13_weight", "w2_weight"):
+        others = whole.weight(f"{LAYER}.{key}")[size - first if share == 2 else 0 :]
+        tensor = getattr(layer.routed.shoal_beside, key)
+        assert tensor.data_ptr() == others.data_ptr()
+        assert len(tensor) == (size if share == 2 else EXPERTS)
+        kept = keeper.weights[f"{LAYER}.{key}"].kept
+        assert kept is not None
+        assert getattr(layer.routed, key).data_ptr() == kept.data_ptr()
+
+
 @pytest.mark.parametrize(("share", "tp"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("place", range(4))
 def test_rules_are_given_the_experts_of_a_layout(share: int, tp: int, place: int) -> None:
