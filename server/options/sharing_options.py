@@ -200,12 +200,13 @@ def _is_known(config: Any) -> bool:
     quantisation = config.model_config.quantization
     if quantisation is None:
         return True
-    found = config.quant_config
-    is_loaded = (
-        getattr(found, "is_checkpoint_fp8_serialized", True)
-        and getattr(found, "online_quantization_config", None) is None
-    )
-    return quantisation in LOADED_IN_FP8 and is_loaded
+    return quantisation in LOADED_IN_FP8 and not _is_made_while_loading(config.quant_config)
+
+
+def _is_made_while_loading(quantisation: Any) -> bool:
+    """Return whether vLLM quantises what the checkpoint has in more bits, or otherwise."""
+    again = getattr(quantisation, "online_quantization_config", None)
+    return quantisation.get_name() == "online" or again is not None
 
 
 def _has_known_experts(config: Any) -> bool:

@@ -32,14 +32,15 @@ def config(
 
 
 def fp8(*, is_loaded: bool = True, block: int = 0) -> SimpleNamespace:
-    """Return what is read of vLLM's ``Fp8Config``."""
-    size = [block, block] if block else None
-    return SimpleNamespace(is_checkpoint_fp8_serialized=is_loaded, weight_block_size=size)
+    """Return what is read of vLLM's ``Fp8Config``, or of its ``OnlineQuantizationConfig``."""
+    size, name = [block, block] if block else None, "fp8" if is_loaded else "online"
+    return SimpleNamespace(weight_block_size=size, get_name=lambda: name)
 
 
-TENSORS = SimpleNamespace(online_quantization_config=None)
-"""What is read of vLLM's ``CompressedTensorsConfig``."""
-AGAIN = SimpleNamespace(online_quantization_config="fp8_per_tensor")
+def tensors(again: str | None = None) -> SimpleNamespace:
+    """Return what is read of vLLM's ``CompressedTensorsConfig``."""
+    name = "compressed-tensors"
+    return SimpleNamespace(online_quantization_config=again, get_name=lambda: name)
 
 
 def test_the_option_is_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,7 +269,11 @@ def test_there_are_as_many_engines_as_share() -> None:
         (config(quantization="gptq"), 2, r"m is quantised \(gptq\), and not by its .* in FP8"),
         (config(quantization="fp8_per_block"), 2, r"m is quantised \(fp8_per_block\), and not .*"),
         (config(quantization="fp8", found=fp8(is_loaded=False)), 2, r"m is quantised \(fp8\), .*"),
-        (config(quantization="compressed-tensors", found=AGAIN), 2, r"m is quantised \(comp.*"),
+        (
+            config(quantization="compressed-tensors", found=tensors("fp8_per_tensor")),
+            2,
+            r"m is quantised \(comp.*",
+        ),
         (
             config(quantization="fp8", found=fp8(block=128)),
             8,
@@ -291,7 +296,7 @@ def test_what_cannot_be_shared_is_refused_by_name(refused: Any, groups: int, why
         config(),
         config(quantization="fp8", found=fp8()),
         config(quantization="fp8", found=fp8(block=128), size=1024),
-        config(quantization="compressed-tensors", found=TENSORS),
+        config(quantization="compressed-tensors", found=tensors()),
         config(experts=8, size=10),
         config(experts=8, quantization="fp8", found=fp8(block=128), size=10),
     ],
