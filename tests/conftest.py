@@ -11,8 +11,13 @@ from hypothesis import settings
 # Read by vLLM and PyTorch when they are imported, so they must be set before any test module.
 os.environ.update(
     HF_HUB_OFFLINE="1",
+    # Numba would compile vLLM's search for n-grams in each engine, which takes longer than it saves.
+    NUMBA_DISABLE_JIT="1",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
+    # Code without vector instructions: to find out which of them a machine has, PyTorch compiles
+    # five programs for each cache, and each process that compiles anything starts five others.
+    TORCHINDUCTOR_VEC_ISA_OK="0",
     TRANSFORMERS_OFFLINE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_NO_USAGE_STATS="1",
