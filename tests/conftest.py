@@ -11,7 +11,7 @@ from hypothesis import settings
 # Read by vLLM and PyTorch when they are imported, so they must be set before any test module.
 os.environ.update(
     HF_HUB_OFFLINE="1",
-    # Numba would compile vLLM's search for n-grams in each engine, which takes longer than it saves.
+    # Numba would compile vLLM's search for n-grams in each engine, for longer than it searches.
     NUMBA_DISABLE_JIT="1",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",

@@ -1,4 +1,4 @@
-"""Hundreds of random operations: binds, releases, shifts, requests, in any order of their processes.
+"""Hundreds of random operations: binds, releases, shifts, requests, in any order of processes.
 
 Nothing may hang, no token be lost, repeated or reordered, no block leak, and every audit on the way
 must be clean. The controls show that each of these would be noticed. ``SHOAL_FAKE_OPERATIONS`` in
