@@ -15,9 +15,9 @@ os.environ.update(
     NUMBA_DISABLE_JIT="1",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
-    # Code without vector instructions: to find out which of them a machine has, PyTorch compiles
-    # five programs for each cache, and each process that compiles anything starts five others.
-    TORCHINDUCTOR_VEC_ISA_OK="0",
+    # Compilers know the processor's vector instructions. To find that out, PyTorch would compile
+    # more programs for each cache, and try them in each process that compiles anything.
+    TORCHINDUCTOR_VEC_ISA_OK="1",
     TRANSFORMERS_OFFLINE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_NO_USAGE_STATS="1",
