@@ -11,8 +11,13 @@ from hypothesis import settings
 # Read by vLLM and PyTorch when they are imported, so they must be set before any test module.
 os.environ.update(
     HF_HUB_OFFLINE="1",
+    # Numba would compile vLLM's search for n-grams in each engine, for longer than it searches.
+    NUMBA_DISABLE_JIT="1",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
+    # Compilers know the processor's vector instructions. To find that out, PyTorch would compile
+    # more programs for each cache, and try them in each process that compiles anything.
+    TORCHINDUCTOR_VEC_ISA_OK="1",
     TRANSFORMERS_OFFLINE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_NO_USAGE_STATS="1",

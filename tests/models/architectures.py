@@ -125,7 +125,7 @@ _STATED: dict[str, Config] = {
     "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 128} | _FEW_EXPERTS,
     "HYV3ForCausalLM": {"first_k_dense_replace": 1, "expert_hidden_dim": 1536},
-    "MellumForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
+    "MellumForCausalLM": _FEW_EXPERTS | {"mlp_layer_types": ["sparse"]},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 64, "scoring_func": "sigmoid"},
     "NemotronForCausalLM": {"num_key_value_heads": 8},
 }

@@ -37,17 +37,10 @@ def test_plans_are_a_function_of_the_snapshot(policy: Policy, seen: Snapshot) ->
 
 @every_policy
 @given(seen=snapshots())
-def test_no_target_while_a_switch_runs(policy: Policy, seen: Snapshot) -> None:
-    if seen.switching:
-        assert policy.plan(seen).target is None
-
-
-@every_policy
-@given(seen=snapshots())
-def test_layouts_are_left_alone_unless_the_policy_decides_them(
+def test_no_target_while_a_switch_runs_or_unless_the_policy_decides_layouts(
     policy: Policy, seen: Snapshot
 ) -> None:
-    if not policy.decides_layout:
+    if seen.switching or not policy.decides_layout:
         assert policy.plan(seen).target is None
 
 

@@ -1,4 +1,4 @@
-"""1,000 random operations: binds, releases, shifts, requests, in any order of their processes.
+"""Hundreds of random operations: binds, releases, shifts, requests, in any order of processes.
 
 Nothing may hang, no token be lost, repeated or reordered, no block leak, and every audit on the way
 must be clean. The controls show that each of these would be noticed. ``SHOAL_FAKE_OPERATIONS`` in
@@ -19,7 +19,7 @@ from tests.runtime.computed_tokens import ComputedTokens
 from tests.runtime.loopback_node import SMALL, LoopbackNode
 from tests.runtime.random_run import MOST_MISSING, RandomRun, hasty
 
-OPERATIONS = int(os.environ.get("SHOAL_FAKE_OPERATIONS", "1000"))
+OPERATIONS = int(os.environ.get("SHOAL_FAKE_OPERATIONS", "600"))
 NEVER, SOMETIMES, ALWAYS = 0, 50, 1
 """Tokens from which on a switch copies KV ahead."""
 CHANGES = OPERATIONS // 2

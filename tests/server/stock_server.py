@@ -16,8 +16,8 @@ from tests import preloaded
 
 _READY = "Application startup complete"
 """What uvicorn says when requests are taken."""
-_OPTIONS = ("--distributed-executor-backend", "uni", "--disable-uvicorn-access-log")
-"""On CPUs its worker would be another new process. Nobody reads its log once it is ready."""
+_OPTIONS = ("--disable-uvicorn-access-log",)
+"""Nobody reads its log once it is ready."""
 
 
 def count_ranks_uncompiled() -> None:
@@ -33,9 +33,11 @@ def serve(arguments: list[str]) -> int:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
 
-    # On CPUs it starts its engine as a new process, which would import vLLM again.
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # On CPUs its engine and this one's worker are new processes, which would import vLLM again.
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
     count_ranks_uncompiled()
     logging.getLogger("vllm").setLevel(logging.ERROR)
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable
 
 GROUP = tp(0, 1)
 CARRY = m.Treatment.CARRY
-TOKENS = 160
+TOKENS = 128
 LETTERS = StructuredOutputsParams(regex="([a-z]{3,9} ){400}")
 LETTERS._backend, LETTERS._backend_was_auto = "xgrammar", True  # what vLLM's front end chooses
 FEW = {"allowed_token_ids": list(range(300, 400))}

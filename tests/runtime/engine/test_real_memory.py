@@ -198,12 +198,12 @@ def test_requests_on_blocks_that_go_are_computed_again(
 ) -> None:
     """So many run that what is left of the blocks does not hold their prompts."""
     node.switch(*([unit] if unit.is_group else []))
-    prompts = [[7 + number, *PROMPTS[-1]] for number in range(15)]
+    prompts = [[7 + number, *PROMPTS[-1]] for number in range(count + 3)]
     tokens = count * len(prompts[0])
     left = node.controller.books.engines[0].shares.blocks[WHOLE]
     assert tokens > node.controller.books.engines.limits(unit).tokens(left)
-    expected = node.generate(unit, prompts, 60)
-    running = node.submit(unit, prompts, 60)
+    expected = node.generate(unit, prompts, 32)
+    running = node.submit(unit, prompts, 32)
     node.wait_for_tokens(running[:count], 1)
     view = node.change_memory(1)
     assert view.preempted > 0

@@ -32,7 +32,7 @@ SPECULATION = {
 PROMPTS = random_prompts((5, 17, 33, 64, 65, 130), seed=61)
 """Among them one token more than a block of DP and of TP2: with all but this token in the prefix
 cache, vLLM lets its step check drafts that nobody has proposed."""
-TOKENS = 80
+TOKENS = 56
 Expected = list[list[int]]
 
 
@@ -97,8 +97,8 @@ def test_a_group_generates_the_tokens_without_speculation(
 def test_carried_requests_go_on_without_their_drafts(node: RealNode, expected: Expected) -> None:
     node.switch()
     requests = node.submit(alone(0), PROMPTS, TOKENS)
-    node.wait_for_tokens(requests, 16)
-    for partition, tokens in (((PAIR,), 24), (singles(2), 32), ((PAIR,), 40)):
+    node.wait_for_tokens(requests, 8)
+    for partition, tokens in (((PAIR,), 14), (singles(2), 20), ((PAIR,), 26)):
         view = node.switch(*partition, treatment=m.Treatment.CARRY)
         assert (view.carried, view.recomputed) == (len(PROMPTS), {})
         node.wait_for_tokens(requests, tokens)

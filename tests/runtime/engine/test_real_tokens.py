@@ -27,7 +27,7 @@ from tests.units import tp, tp_units
 from tests.variety import is_varied
 
 ALL = PROMPTS + SHARED
-LENGTH = 16
+LENGTH = 12
 """Output tokens that are compared. What is damaged on purpose below shows in fewer."""
 ENGINES = 4
 WIDEST = Layout(tp=ENGINES)
@@ -164,7 +164,7 @@ def test_tokens_are_stocks_where_shares_are_padded_as_for_graphs(
 def test_members_sample_the_same_however_steps_run(node: RealNode) -> None:
     node.script(Script.RANDOM)
     with node.bound(QUARTET):
-        requests = node.submit(QUARTET, PROMPTS, temperature=1.0)
+        requests = node.submit(QUARTET, PROMPTS, max_tokens=16, temperature=1.0)
         tokens = node.wait(requests)
         members = [node.probe(engine, probes.sampled) for engine in QUARTET.engines]
     node.script(Script.TP)
@@ -200,7 +200,7 @@ def test_the_wrong_replica_of_a_kv_head_changes_the_tokens(
 # --- carries ---
 
 CARRY = m.Treatment.CARRY
-CARRIED_TOKENS = 64
+CARRIED_TOKENS = 48
 WAY = ("tp4", "tp2x2", "mixed", "tp2x2", "tp4", "dp")
 """From single engines on, which gives every way between two layouts but one, and that is the first
 of them in the other direction."""

@@ -56,7 +56,7 @@ def best_static(node: Node, load: Sequence[Arrival]) -> float:
 
 @pytest.mark.slow
 def test_uneven_outputs_are_served_faster_where_kv_is_short() -> None:
-    load = uneven(160, 3000)
+    load = uneven(112, 3000)
     run = simulate(SHORT_OF_KV, "batch", load)
     served = [layout for _, layout in run.layouts]
     assert any(map(is_split, served))
@@ -68,7 +68,7 @@ def test_uneven_outputs_are_served_faster_where_kv_is_short() -> None:
 
 @pytest.mark.slow
 def test_where_a_split_does_not_pay_the_best_layout_serves() -> None:
-    load = uneven(400, 2000, priority=0)
+    load = uneven(240, 2000, priority=0)
     run = simulate(ROOMY, "batch", load)
     assert not any(is_split(layout) for _, layout in run.layouts)
     assert {unit.layout for unit in run.layouts[0][1]} == {DP}

@@ -59,9 +59,10 @@ DEPTHS = (128, 200)
 
 
 def wide(draw: torch.Generator) -> Iterator[dict[str, Any]]:
-    """Yield cases in float32: every tile on every ranges."""
+    """Yield cases in float32: every tile on every ranges, of either depth in turn."""
     ranges_of_rows = [item for item in RANGES.items() if item[0] != "one"]
-    for tile, (name, ranges), depth in itertools.product(TILES, ranges_of_rows, DEPTHS):
+    pairs = itertools.product(TILES, ranges_of_rows)
+    for (tile, (name, ranges)), depth in zip(pairs, itertools.cycle(DEPTHS), strict=False):
         weight = torch.randn(200, depth, generator=draw)
         bias = torch.randn(200, generator=draw)
         # A tile of one token does the same for each: many would only take long.

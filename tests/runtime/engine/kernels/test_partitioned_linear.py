@@ -240,7 +240,7 @@ def interpreted() -> dict[str, Results]:
 
 def test_the_kernels_compute_it(interpreted: dict[str, Results]) -> None:
     results = interpreted["wide"]
-    assert len(results) == 90
+    assert len(results) == 45
     for result in results:
         assert result["error"] < 1e-4, result
         assert result["counters"] == 0, result

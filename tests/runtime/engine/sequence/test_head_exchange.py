@@ -171,9 +171,16 @@ SHAPES = [
 ]
 
 
+SHAPES_BY_PEERS = [
+    (tp, max_sp, 1 if max_sp == 2 else 4) for tp, max_sp, kv_heads in SHAPES if kv_heads == 1
+]
+"""An interpreted kernel takes long: groups of each size by each base, with one KV head and with
+several; ``BY_PEERS`` has another number."""
+
+
 @pytest.mark.parametrize(
     ("tp", "max_sp", "kv_heads", "peers"),
-    [*((*s, False) for s in SHAPES), *((*s, True) for s in SHAPES if s[2] in (1, 4))],
+    [*((*s, False) for s in SHAPES), *((*s, True) for s in SHAPES_BY_PEERS)],
 )
 def test_every_member_gets_the_heads_that_its_tp_layout_keeps(
     tp: int, max_sp: int, kv_heads: int, peers: bool
@@ -327,11 +334,11 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int]]:
 def test_the_first_step_uses_nothing_that_is_not_connected_and_compiled(
     used: set[tuple[str, int]], peers: bool, connects: bool
 ) -> None:
-    members = Members(8, 8, 4, peers=peers)
+    members = Members(4, 4, 2, peers=peers)
     if connects:
         members.each(lambda member: members.exchanges[member].connect(torch.device("cpu")))
     before = set(used)
-    step = random_step(9, 4, torch.float32)
+    step = random_step(9, 2, torch.float32)
 
     def first_step(member: int) -> None:
         exchange: HeadExchange = members.exchanges[member]
