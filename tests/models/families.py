@@ -100,11 +100,20 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def write_family(path: Path, name: str) -> None:
-    """Write a checkpoint of a family to directory ``path``; it always gets the same weights."""
+def write_family(path: Path, name: str, layers: int = SPEC.layers) -> None:
+    """Write a checkpoint of a family to directory ``path``; it always gets the same weights.
+
+    Args:
+        path: the directory.
+        name: of the family.
+        layers: a multiple of two: layers with windows and without them alternate.
+    """
     write_checkpoint(path, SPEC)  # for its tokenizer
     family = FAMILIES[name]
-    config = AutoConfig.for_model(family.kind, **sizes() | dict(family.config))
+    settings = sizes() | dict(family.config) | {"num_hidden_layers": layers}
+    if "layer_types" in settings:
+        settings["layer_types"] = settings["layer_types"] * (layers // SPEC.layers)
+    config = AutoConfig.for_model(family.kind, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     draw = torch.Generator().manual_seed(SPEC.seed)
     with torch.no_grad():

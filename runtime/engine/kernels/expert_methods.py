@@ -5,11 +5,13 @@ other kernels pack or pad experts when they are loaded.
 """
 
 import copy
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
@@ -39,6 +41,10 @@ _FP8 = (
 """vLLM's methods of FP8 experts, for each of ``FP8_QUANTISATIONS``."""
 
 
+_SHARED = ("shared_experts", "shared_experts_input")
+"""What vLLM gives the method of routed experts of those that all tokens go to."""
+
+
 class InLayers:
     """A method of experts that several layers of vLLM's may stand for.
 
@@ -63,8 +69,21 @@ class InLayers:
         beside = getattr(layer, "shoal_beside", None)
         if beside is None:
             return y
-        once = others | {"shared_experts": None, "shared_experts_input": None}
+        once = {key: None if key in _SHARED else value for key, value in others.items()}
         return y + beside.quant_method.compute(layer=beside, x=x, **once)
+
+    apply_monolithic = apply
+    """The same for kernels that choose each token's experts themselves."""
+
+    def have(self, layer: nn.Module, tensors: Mapping[str, Any]) -> None:
+        """Let a layer of this method have these experts, before its kernel is made.
+
+        Args:
+            layer: the layer.
+            tensors: by their names in the layer.
+        """
+        for key, tensor in tensors.items():
+            layer.register_parameter(key, Parameter(tensor, requires_grad=False))
 
 
 class InPlaceExperts(InLayers, UnquantizedFusedMoEMethod):  # type: ignore[misc]

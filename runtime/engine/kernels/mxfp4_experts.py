@@ -8,6 +8,8 @@ alone as well, and shares of these two, and each byte must be where the range of
 their share, is in what was packed for all.
 """
 
+import copy
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -26,6 +28,7 @@ from vllm.model_executor.layers.quantization.utils.mxfp4_utils import (
 from vllm.platforms import current_platform
 
 from shoal.runtime.engine.kernels.expert_kernels import PlainExperts
+from shoal.runtime.engine.kernels.expert_methods import InLayers
 from shoal.runtime.engine.kernels.mxfp4_shares import AS_STORED, FOR_HOPPER, Cuts, Packed
 from shoal.runtime.served_weights import MXFP4_BACKENDS
 
@@ -50,7 +53,7 @@ _CONFIGS = {"w13_weight_scale": "w13_precision_config", "w2_weight_scale": "w2_p
 """Attributes of vLLM's method that hold the scales which are packed for ``triton_kernels``."""
 
 
-class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
+class Mxfp4Experts(InLayers, mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
     """vLLM's method of GPT-OSS's experts, for DP and, with ``views``, for every other layout.
 
     Args:
@@ -101,12 +104,46 @@ class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
         divided = [self._pack(layer, two, share) for share in shares]
         super().process_weights_after_loading(layer)
         packed = packed_experts(layer)
-        for key, expected in alone.items():
-            if not _are_equal(range_of(packed[key], two, experts), expected):
-                raise self._refusal(f"the {key} of two experts unlike their range in that of all")
+        self._check_range(packed, two, experts, alone)
         for share, expected in zip(shares, divided, strict=True):
             self._check_share(packed, share, two, expected)
         _show(layer, packed)
+
+    def compute(self, **arguments: Any) -> Any:
+        """Return what vLLM's method computes."""
+        stock = mxfp4.GptOssMxfp4MoEMethod
+        return (stock.apply_monolithic if self.is_monolithic else stock.apply)(self, **arguments)
+
+    def for_whole(self, moe: Any) -> "Mxfp4Experts":
+        """Return the method of a layer that has other experts, of this configuration."""
+        method = copy.copy(self)
+        method.moe, method.moe_kernel, method.views = moe, None, True
+        return method
+
+    def pack(self, layer: nn.Module) -> dict[str, Packed]:
+        """Return what vLLM packs of a layer, which has its experts as a checkpoint has them.
+
+        The scales' configurations are noted, for ``have``.
+
+        Raises:
+            NotImplementedError: what an expert is packed to depends on the others.
+        """
+        experts = layer.w13_weight.shape[0]
+        two = slice(max(0, experts - 2), experts)
+        converted = self._converted(layer, slice(0, experts))
+        for key, attribute in _CONFIGS.items():
+            if hasattr(converted[key], "flex_ctx"):
+                setattr(self, attribute, converted[key])
+        packed = {key: _unwrapped(value) for key, value in converted.items()}
+        self._check_range(packed, two, experts, self._pack(layer, two))
+        return packed
+
+    def _check_range(
+        self, packed: dict[str, Packed], own: slice, experts: int, expected: dict[str, Packed]
+    ) -> None:
+        for key in expected:
+            if not _are_equal(range_of(packed[key], own, experts), expected[key]):
+                raise self._refusal(f"the {key} of two experts unlike their range in that of all")
 
     def _divided(self, features: int) -> list[range]:
         """Return two shares that together are all features, if there are shares.
@@ -141,6 +178,13 @@ class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
             own: which of them.
             share: their features; None: all.
         """
+        converted = self._converted(layer, own, share)
+        return {key: _unwrapped(value) for key, value in converted.items()}
+
+    def _converted(
+        self, layer: nn.Module, own: slice, share: range | None = None
+    ) -> dict[str, Any]:
+        """Return the same with the configurations that hold scales, where there are some."""
         part = nn.Module()
         part.params_dtype = layer.params_dtype
         for key in _TENSORS:
@@ -149,14 +193,14 @@ class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
                 tensor = AS_STORED.of[key].take(tensor, share)
             copy = None if tensor is None else Parameter(tensor.data[own].clone(), False)
             part.register_parameter(key, copy)
-        packed = mxfp4.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format(
+        converted = mxfp4.convert_gpt_oss_weight_to_mxfp4_moe_kernel_format(
             mxfp4_backend=self.mxfp4_backend,
             layer=part,
             _cache_permute_indices=self._cache_permute_indices,
             **{key: getattr(part, key) for key in _TENSORS},
         )
-        found = zip(_TENSORS, packed, strict=True)
-        return {key: _unwrapped(value) for key, value in found if value is not None}
+        found = zip(_TENSORS, converted, strict=True)
+        return {key: value for key, value in found if value is not None}
 
     def view(self, layer: nn.Module, full: nn.Module, own: slice) -> None:
         """Let a layer of this method have the experts ``own`` of DP's layer ``full``.
@@ -167,7 +211,8 @@ class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
         """
         packed = self._packed(full)
         views = {key: range_of(packed[key], own, full.local_num_experts) for key in packed}
-        self._have(layer, full, views)
+        self._note(full)
+        self.have(layer, views)
 
     def view_share(self, layer: nn.Module, full: nn.Module, rank: int, members: int) -> None:
         """Let a layer of this method have a share of each expert of DP's layer ``full``.
@@ -186,7 +231,8 @@ class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
         views = {key: cut.take(packed[key], share) for key, cut in self.cuts.of.items()}
         if rank == 0:  # as vLLM's loader has it, the first member alone adds this bias
             views["w2_bias"] = packed["w2_bias"]
-        self._have(layer, full, views)
+        self._note(full)
+        self.have(layer, views)
         if rank > 0:
             layer.register_parameter("w2_bias", None)
 
@@ -199,17 +245,23 @@ class Mxfp4Experts(mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
             )
         return packed_experts(full)
 
-    def _have(self, layer: nn.Module, full: nn.Module, views: dict[str, Packed]) -> None:
-        whole = full.quant_method
+    def _note(self, full: nn.Module) -> None:
+        """Note the configurations of scales that DP's layer has."""
+        for attribute in _CONFIGS.values():
+            setattr(self, attribute, getattr(full.quant_method, attribute))
+
+    def have(self, layer: nn.Module, tensors: Mapping[str, Packed]) -> None:
+        """Let a layer have packed experts (``InLayers.have``)."""
         for key in _TENSORS:
             layer._parameters.pop(key, None)
-        for key, view in views.items():
-            if key not in _CONFIGS or isinstance(view, torch.Tensor):
-                setattr(layer, key, view)
-            else:
-                config = getattr(whole, _CONFIGS[key])
-                setattr(self, _CONFIGS[key], replace(config, **mx_scale_kwargs(view)))
-        _show(layer, views)
+        for key, tensor in tensors.items():
+            if key in _CONFIGS and not isinstance(tensor, torch.Tensor):
+                config = getattr(self, _CONFIGS[key])
+                setattr(self, _CONFIGS[key], replace(config, **mx_scale_kwargs(tensor)))
+                continue
+            is_plain = isinstance(tensor, torch.Tensor)
+            setattr(layer, key, Parameter(tensor, requires_grad=False) if is_plain else tensor)
+        _show(layer, tensors)
 
     def _make_kernel(self, layer: nn.Module) -> None:
         """Make the kernel, as vLLM's method does when it has packed the weights."""
@@ -277,7 +329,7 @@ def range_of(packed: Packed, own: slice, experts: int) -> Packed:
         NotImplementedError: experts do not follow each other in memory, or the range begins where
             kernels cannot read.
     """
-    data = _data(packed)
+    data = elements_of(packed)
     each = data.stride(0)
     if data.shape[0] != experts or each * experts != data.numel():
         raise NotImplementedError(
@@ -292,8 +344,24 @@ def range_of(packed: Packed, own: slice, experts: int) -> Packed:
     return _of_some(packed, own)
 
 
+def in_rows(like: Packed, rows: torch.Tensor) -> Packed:
+    """Return experts whose bytes lie one after the other as what ``like`` is.
+
+    Args:
+        like: some experts, in ranges (``range_of``).
+        rows: ``[experts, elements of one]``, adjacent.
+    """
+    data = elements_of(like)
+    sizes = (len(rows), *data.shape[1:])
+    return _around(like, rows.as_strided(sizes, (rows.shape[1], *data.stride()[1:])))
+
+
 def _of_some(packed: Packed, own: slice) -> Packed:
-    view = _data(packed)[own]
+    return _around(packed, elements_of(packed)[own])
+
+
+def _around(packed: Packed, view: torch.Tensor) -> Packed:
+    """Return other experts, which are packed alike."""
     if isinstance(packed, torch.Tensor):
         return Parameter(view, requires_grad=False)
     shape, shape_max = ([len(view), *sizes[1:]] for sizes in (packed.shape, packed.shape_max))
@@ -306,21 +374,22 @@ def _unwrapped(packed: Any) -> Packed:
     return weight_mx_scale(packed) if hasattr(packed, "flex_ctx") else packed
 
 
-def _data(packed: Packed) -> torch.Tensor:
+def elements_of(packed: Packed) -> torch.Tensor:
+    """Return the tensor that has the elements of packed experts, ``[experts, ...]``."""
     tensor: torch.Tensor = packed if isinstance(packed, torch.Tensor) else packed.storage.data
     return tensor.data
 
 
-def _show(layer: nn.Module, packed: dict[str, Packed]) -> None:
+def _show(layer: nn.Module, packed: Mapping[str, Packed]) -> None:
     """Register what is in no parameter, so that whoever counts a layer's bytes finds it."""
     for key, value in packed.items():
         if not isinstance(value, torch.Tensor):
-            layer.register_buffer(f"{key}_packed", _data(value), persistent=False)
+            layer.register_buffer(f"{key}_packed", elements_of(value), persistent=False)
 
 
 def _are_equal(one: Packed, other: Packed) -> bool:
     """Return whether both have the same bytes in the same places, for the same kernel."""
-    return _are_alike(one, other) and _data(one).stride() == _data(other).stride()
+    return _are_alike(one, other) and elements_of(one).stride() == elements_of(other).stride()
 
 
 def _are_alike(one: Packed, other: Packed) -> bool:
@@ -328,7 +397,7 @@ def _are_alike(one: Packed, other: Packed) -> bool:
 
     In one of them there may be others between.
     """
-    first, second = _data(one), _data(other)
+    first, second = elements_of(one), elements_of(other)
     layouts = [type(getattr(getattr(of, "storage", None), "layout", None)) for of in (one, other)]
     shown = [tuple(of.shape) for of in (one, other)]
     return (

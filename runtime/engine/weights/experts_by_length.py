@@ -10,6 +10,7 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from shoal.runtime.engine.kernels.expert_methods import InLayers
+from shoal.runtime.engine.kernels.mxfp4_experts import Mxfp4Experts
 from shoal.runtime.engine.weights.rules.expert_ranges import (
     ExpertRange,
     is_of_experts,
@@ -55,6 +56,7 @@ def _divides_each(layer: nn.Module, shard: Shard) -> bool:
         shard.of > 1
         and isinstance(layer, RoutedExperts)
         and isinstance(layer.quant_method, InLayers)
+        and not isinstance(layer.quant_method, Mxfp4Experts)
         and not layer.moe_config.moe_parallel_config.use_ep
         and layer.global_num_experts % shard.of == 0
     )

@@ -95,6 +95,25 @@ def node_in_fp32(
         yield node
 
 
+def assert_same_across_changes_of_memory(node: RealNode, expected: Tokens) -> None:
+    """Engines that share weights get whole ones, and share them again, while requests run.
+
+    Args:
+        node: the node, of two engines.
+        expected: the tokens of ``ALL``.
+    """
+    node.switch()
+    for share in (1, node.config.share_weights):
+        requests = node.submit(alone(0), ALL, TOKENS)
+        node.wait_for_tokens(requests, 2)
+        node.change_memory(share)
+        assert node.wait(requests) == expected
+        for partition in ((GROUP,), singles(2)):
+            node.switch(*partition)
+            assert node.generate_spread(node.partition, ALL, TOKENS) == expected
+    assert node.audit() == []
+
+
 def assert_wrong_experts_change_tokens(
     node: RealNode, group: Unit = GROUP, *, by_number: bool
 ) -> None:

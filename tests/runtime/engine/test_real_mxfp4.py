@@ -1,6 +1,7 @@
 """GPT-OSS in MXFP4, as OpenAI publishes it, on real engines: groups have parts of DP's experts.
 
-One node divides each expert (TP), and one the experts by number (EP).
+One node divides each expert (TP). On the other engines share experts: each keeps a half of them, and
+groups divide them by number (EP).
 
 vLLM has no kernel for such experts on most CPUs, and elsewhere computes them in bf16 alone. Here an
 operator of Shoal computes them, and the node takes fp32, as sums in layouts differ too much in
@@ -12,24 +13,32 @@ from collections.abc import Iterator
 import pytest
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
-from shoal.runtime.whole_experts import WholeExperts, parse
+from shoal.policies.values.layouts import alone
+from shoal.runtime.whole_experts import ALWAYS, WholeExperts
 from tests.models.families import write_family
 from tests.mxfp4_checkpoint import Checkpoints, write_mxfp4
+from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import (
     ALL,
     TOKENS,
     EveryLayout,
     Tokens,
+    assert_same_across_changes_of_memory,
     assert_wrong_experts_change_tokens,
+    before_damage_with_it_and_after,
     node_in_fp32,
 )
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 
 
+LAYERS = 4
+"""Two layers would each have a slot of their own."""
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     directory = tmp_path_factory.mktemp("models")
-    write_family(directory / "gpt_oss", "gpt_oss")
+    write_family(directory / "gpt_oss", "gpt_oss", LAYERS)
     return write_mxfp4(directory / "gpt_oss", directory)
 
 
@@ -38,20 +47,36 @@ def expected(checkpoints: Checkpoints) -> Tokens:
     return stock_tokens(checkpoints.plain, ALL, TOKENS)
 
 
-@pytest.fixture(scope="module", params=["auto", "0"])
-def whole(request: pytest.FixtureRequest) -> WholeExperts:
-    found = parse(request.param)
-    assert found is not None
-    return found
+@pytest.fixture(scope="module", params=[1, 2])
+def share(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
 
 
 @pytest.fixture(scope="module")
-def node(checkpoints: Checkpoints, whole: WholeExperts) -> Iterator[RealNode]:
-    with node_in_fp32(checkpoints.packed, GptOssMxfp4Config, whole) as node:
+def node(checkpoints: Checkpoints, share: int) -> Iterator[RealNode]:
+    whole = WholeExperts() if share == 1 else ALWAYS
+    with node_in_fp32(checkpoints.packed, GptOssMxfp4Config, whole, share) as node:
         yield node
 
 
 class TestMxfp4(EveryLayout):
-    def test_the_wrong_experts_change_the_tokens(self, node: RealNode, whole: WholeExperts) -> None:
+    def test_an_engine_keeps_its_part_of_the_experts(self, node: RealNode, share: int) -> None:
+        if share > 1:
+            sizes = node.probe_all(probes.expert_bytes)
+            assert all(0 < own * share == whole for own, whole in sizes)
+
+    def test_tokens_stay_the_same_across_changes_of_memory(
+        self, node: RealNode, expected: Tokens, share: int
+    ) -> None:
+        if share > 1:
+            assert_same_across_changes_of_memory(node, expected)
+
+    def test_experts_of_another_layer_change_the_tokens(self, node: RealNode, share: int) -> None:
+        if share > 1:
+            damage = probes.read_slots_early
+            found = before_damage_with_it_and_after(node, alone(0), damage, TOKENS)
+            assert found[0] == found[2] != found[1]
+
+    def test_the_wrong_experts_change_the_tokens(self, node: RealNode, share: int) -> None:
         """It is last: what it leaves in the prefix cache is wrong."""
-        assert_wrong_experts_change_tokens(node, by_number=whole.always)
+        assert_wrong_experts_change_tokens(node, by_number=share > 1)

@@ -3,11 +3,10 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
@@ -53,7 +52,7 @@ def have_experts(layer: nn.Module, numbers: torch.Tensor) -> None:
 
 def with_experts(
     layer: RoutedExperts,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Any],
     numbers: torch.Tensor,
     members: int = 1,
     rank: int = 0,
@@ -70,8 +69,6 @@ def with_experts(
     other = copy.copy(layer)
     other._parameters, other._modules = dict(layer._parameters), {}
     other._buffers = dict(layer._buffers)
-    for key, tensor in tensors.items():
-        other._parameters[key] = Parameter(tensor, requires_grad=False)
     have_experts(other, numbers)
     config = layer.moe_config
     other.moe_config = replace(
@@ -85,4 +82,5 @@ def with_experts(
         intermediate_size_per_partition_unpadded=None,
     )
     other.quant_method = layer.quant_method.for_whole(other.moe_config)
+    other.quant_method.have(other, tensors)
     return other

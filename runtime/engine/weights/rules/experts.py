@@ -65,7 +65,7 @@ class ExpertsRule(ShardRule):
             return PlainFp8Experts(inner, layer)
         if not isinstance(inner, GptOssMxfp4Config):
             return super().stock_method(inner, layer, name)
-        with named(name), _unviewable():
+        with named(name), unviewable():
             return mxfp4_experts(layer.moe_config)
 
     def quant_method(
@@ -76,7 +76,7 @@ class ExpertsRule(ShardRule):
         Raises:
             UnviewableWeights: the experts are of a kind that no layout but DP could compute.
         """
-        with named(name), _unviewable():
+        with named(name), unviewable():
             _check(layer)
             if isinstance(stock, type(None) | UnquantizedFusedMoEMethod):
                 return InPlaceExperts(layer.moe_config, meta=views)
@@ -108,13 +108,13 @@ class ExpertsRule(ShardRule):
             UnviewableWeights: vLLM divides the experts in another way.
         """
         if isinstance(layer.quant_method, Mxfp4Experts):
-            with named(full.name), _unviewable():
+            with named(full.name), unviewable():
                 _view_packed(layer, full, shard)
             return
         groups = getattr(full.module, "shoal_groups", 1)
         by_expert = layer.moe_config.moe_parallel_config.use_ep
-        if _first(full) is not None and shard.of > 1 and not by_expert:
-            raise UnviewableWeights(f"{full.name}: engines that share experts keep whole ones")
+        if not by_expert:
+            _check_divided(full, shard)
         shapes = {key: parameter.shape for key, parameter in layer._parameters.items()}
         own = _own_experts(layer, full, shard) if by_expert else None
         for key in full.module._parameters:
@@ -159,6 +159,8 @@ _CHECKED = ("w13_weight", "w13_bias", "w2_weight", "w2_bias")
 
 def set_groups(layer: nn.Module, groups: int) -> None:
     """Say into how many groups the gate and up rows of a layer's experts are divided."""
+    if isinstance(layer.quant_method, Mxfp4Experts):
+        return  # they are in turn
     layer.shoal_groups = groups
     if layer.quant_method.moe_kernel is not None:
         layer.quant_method.moe_kernel.fused_experts.group(groups)
@@ -209,6 +211,11 @@ def _first(full: FullLayer) -> int | None:
     return found
 
 
+def _check_divided(full: FullLayer, shard: Shard) -> None:
+    if _first(full) is not None and shard.of > 1:
+        raise UnviewableWeights(f"{full.name}: engines that share experts keep whole ones")
+
+
 def _own_experts(layer: nn.Module, full: FullLayer, shard: Shard) -> slice:
     """Return which experts of those of a full layer are an expert parallel member's.
 
@@ -217,9 +224,9 @@ def _own_experts(layer: nn.Module, full: FullLayer, shard: Shard) -> slice:
     """
     first = _first(full)
     if first is not None:
-        weight = full.tensor("w2_weight")
-        begin, count = shard.cut(weight.shape[0])
-        numbers = ExpertRange(first + begin, count).numbers(layer.global_num_experts, weight.device)
+        begin, count = shard.cut(full.module.local_num_experts)
+        device = next(full.module.parameters()).device
+        numbers = ExpertRange(first + begin, count).numbers(layer.global_num_experts, device)
         have_experts(layer, numbers)
         return slice(begin, begin + count)
     own = layer.expert_map_manager.get_local_expert_ids()
@@ -230,16 +237,17 @@ def _own_experts(layer: nn.Module, full: FullLayer, shard: Shard) -> slice:
 
 def _view_packed(layer: nn.Module, full: FullLayer, shard: Shard) -> None:
     """View what vLLM packed: shares of each expert or whole experts, as vLLM divides them."""
-    if shard.of == 1:
-        layer.quant_method.view(layer, full.module, slice(0, layer.local_num_experts))
-    elif layer.moe_config.moe_parallel_config.use_ep:
+    if layer.moe_config.moe_parallel_config.use_ep:
         layer.quant_method.view(layer, full.module, _own_experts(layer, full, shard))
+    elif shard.of == 1:
+        layer.quant_method.view(layer, full.module, slice(0, layer.local_num_experts))
     else:
+        _check_divided(full, shard)
         layer.quant_method.view_share(layer, full.module, shard.rank, shard.of)
 
 
 @contextmanager
-def _unviewable() -> Iterator[None]:
+def unviewable() -> Iterator[None]:
     """Name what a method cannot do as the rules do."""
     try:
         yield

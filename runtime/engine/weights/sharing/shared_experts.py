@@ -6,7 +6,7 @@ expert, which are weights and scales, are shared in the same way.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,50 +18,32 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from shoal.policies.values.layouts import DP, Layout
-from shoal.runtime.engine.kernels.expert_methods import InPlaceExperts, ViewedFp8Experts
+from shoal.runtime.engine.kernels.mxfp4_experts import elements_of, in_rows, range_of
+from shoal.runtime.engine.kernels.mxfp4_shares import Packed
 from shoal.runtime.engine.weights.rules.expert_ranges import (
     ExpertRange,
     have_experts,
     is_of_experts,
     with_experts,
 )
-from shoal.runtime.engine.weights.rules.experts import set_groups
+from shoal.runtime.engine.weights.rules.experts import set_groups, unviewable
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
-from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
+from shoal.runtime.engine.weights.rules.shards import UnviewableWeights, named
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree, SharedWeight
+from shoal.runtime.engine.weights.sharing.slot_experts import slot_experts
 from shoal.runtime.engine.weights.sharing.slots import use_weights
 from shoal.runtime.engine.weights.sharing.weight_keeper import Keeper
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
-
-class _Slots:
-    """Mixed into methods of experts: a layer of DP loads those that its engine keeps.
-
-    Attributes:
-        add: is given the layer when its tensors are made, without memory.
-    """
-
-    add: Callable[[nn.Module], None]
-
-    def create_weights(self, layer: nn.Module, num_experts: int, **others: Any) -> None:
-        """Make the tensors of the experts that the engine keeps."""
-        own = len(layer.expert_map_manager.get_local_expert_ids())
-        super().create_weights(layer=layer, num_experts=own, **others)  # type: ignore[misc]
-        self.add(layer)
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Make the kernel, once the tensors are there (``SharedExperts.complete``)."""
-        if not layer.w13_weight.is_meta:
-            super().process_weights_after_loading(layer)  # type: ignore[misc]
+_PARTS = {"w1": (0,), "w3": (1,)}
+"""vLLM's names of what a checkpoint may have of ``w13``: gate and up."""
 
 
-class SlotExperts(_Slots, InPlaceExperts):
-    """Of experts in 16 or 32 bits."""
-
-
-class SlotFp8Experts(_Slots, ViewedFp8Experts):
-    """Of experts in FP8 with scales of blocks."""
+def kept(weight: SharedWeight) -> torch.Tensor:
+    """Return what the engine keeps of a weight, for which there is memory."""
+    assert weight.kept is not None, "there is no memory for it yet"
+    return weight.kept
 
 
 @dataclass
@@ -69,31 +51,83 @@ class _Layer:
     """One layer of the DP model."""
 
     module: nn.Module
+    like: Mapping[str, Packed]
+    """Some experts, in the form in which the engine keeps its own; by the name of the tensor."""
     weights: dict[str, SharedWeight] = field(default_factory=dict)
-    """By the name of the tensor in the layer."""
-    shapes: dict[str, torch.Size] = field(default_factory=dict)
-    """``[experts of a part, ...]`` of each."""
-    loaded: dict[str, set[tuple[int, str]]] = field(default_factory=dict)
-    """Of each, the experts that have been loaded, and vLLM's name of the part: of ``w13``, gate's
-    and up's rows are loaded one after the other."""
+    missing: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+    """By the name of a tensor of the checkpoint, the experts that have not been loaded, and 0, or
+    of ``w13`` gate (0) and up (1)."""
+    stored: dict[str, Parameter] = field(default_factory=dict)
+    """The engine's experts as a checkpoint has them, until they have been packed."""
 
     @property
     def number(self) -> int:
         """See ``SharedWeight.layer``."""
         return next(iter(self.weights.values())).layer
 
-    def of(self, key: str, stored: torch.Tensor) -> torch.Tensor:
-        """Return some experts' rows of a tensor, as they are stored, in the tensor's shape."""
-        return stored.view(-1, *self.shapes[key][1:])
+    def of(self, key: str, stored: torch.Tensor) -> Packed:
+        """Return some experts' rows of a tensor, as they are stored, as kernels take them."""
+        return in_rows(self.like[key], stored)
 
     @property
-    def own(self) -> dict[str, torch.Tensor]:
+    def own(self) -> dict[str, Packed]:
         """What the engine keeps, by the names of tensors."""
-        found = {}
-        for key, weight in self.weights.items():
-            assert weight.kept is not None, "there is no memory for it yet"
-            found[key] = self.of(key, weight.kept)
-        return found
+        return {key: self.of(key, kept(weight)) for key, weight in self.weights.items()}
+
+    @property
+    def was_filled(self) -> bool:
+        """Whether the engine's experts were there before it loaded them."""
+        return any(weight.was_filled for weight in self.weights.values())
+
+    def target(self, key: str, parameter: Parameter) -> Parameter:
+        """Return where vLLM's loader may write what a checkpoint has of the engine's experts."""
+        if self.module.quant_method.is_packed:
+            return self.store()[key]
+        target = Parameter(self.of(key, kept(self.weights[key])), requires_grad=False)
+        target.__dict__.update(parameter.__dict__)  # by which vLLM knows what a scale is for
+        return target
+
+    def note(self, key: str, experts: Iterable[int], shard: str | None) -> None:
+        """Note which of the engine's experts have been loaded.
+
+        Args:
+            key: the tensor's name.
+            experts: counted among the engine's own.
+            shard: vLLM's name of the part: of ``w13``, gate's and up's rows may come one after the
+                other.
+        """
+        parts = _PARTS.get(shard, (0, 1))
+        self.missing[key] -= {(expert, part) for expert in experts for part in parts}
+        if self.module.quant_method.is_packed:
+            if not any(self.missing.values()):
+                self.pack()
+        elif not self.missing[key]:
+            self.weights[key].missing = set()
+
+    def store(self) -> dict[str, Parameter]:
+        """Return memory for the engine's experts as a checkpoint has them, until they are packed.
+
+        As in vLLM, what no checkpoint fills is zero: sizes may be rounded up.
+        """
+        if not self.stored:
+            device = kept(next(iter(self.weights.values()))).device
+            for key in self.missing:
+                found = self.module._parameters[key]
+                zeros = torch.zeros(found.shape, dtype=found.dtype, device=device)
+                self.stored[key] = Parameter(zeros, requires_grad=False)
+                self.stored[key].__dict__.update(found.__dict__)
+        return self.stored
+
+    def pack(self) -> None:
+        """Keep what vLLM packs of the engine's experts, which have all been loaded."""
+        part = nn.Module()
+        part.params_dtype = self.module.params_dtype
+        for key, tensor in self.stored.items():
+            part.register_parameter(key, tensor)
+        for key, packed in self.module.quant_method.pack(part).items():
+            elements_of(self.of(key, kept(self.weights[key]))).copy_(elements_of(packed))
+            self.weights[key].missing = set()
+        self.stored = {}
 
 
 class SharedExperts:
@@ -137,16 +171,8 @@ class SharedExperts:
                 "equal parts"
             )
         viewed = rule_of(layer).quant_method(layer, stock, name, views=True)
-        method: SlotExperts | SlotFp8Experts
-        if isinstance(viewed, InPlaceExperts) and not layer.moe_config.has_bias:
-            method = SlotExperts(layer.moe_config, meta=True)
-        elif isinstance(viewed, ViewedFp8Experts) and getattr(stock, "block_quant", False):
-            method = SlotFp8Experts(viewed.method)
-        else:
-            raise UnviewableWeights(
-                f"{name}: only experts without biases, in 16 bits or in FP8 with scales of blocks, "
-                "can be shared"
-            )
+        with named(name), unviewable():
+            method = slot_experts(stock, viewed)
         # vLLM calls the layer as what it is in (``MoERunner.routed_experts``).
         method.add = partial(self._add, f"{name}.routed_experts")
         # vLLM's loader takes only the experts of this map.
@@ -161,27 +187,34 @@ class SharedExperts:
         return ExpertRange(nested_shard(self._place % members, members) * count, count)
 
     def _add(self, name: str, module: nn.Module) -> None:
-        layer = self._layers[name] = _Layer(module)
+        with named(name), unviewable():
+            like = module.quant_method.kept_like(module)
+            for packed in like.values():
+                range_of(packed, slice(1, 2), len(elements_of(packed)))
+        layer = self._layers[name] = _Layer(module, like)
         have_experts(module, module.expert_map_manager.expert_map)
         module.shoal_first = 0
-        for key, parameter in [*module._parameters.items()]:
-            if not is_of_experts(key) or parameter is None:
-                continue
-            weight = SharedWeight(
+        for key, packed in like.items():
+            elements = elements_of(packed)
+            weight = layer.weights[key] = SharedWeight(
                 layer=self._keeper.number_of(f"{name}.{key}"),
                 kind=key,
-                shape=(module.global_num_experts, parameter[0].numel()),
-                dtype=parameter.dtype,
+                shape=(module.global_num_experts, elements[0].numel()),
+                dtype=elements.dtype,
                 degree=self._degree,
                 own=nested_shard(self._place, self._degree.parts),
                 begin=self._keeper.size,
             )
-            layer.weights[key], layer.shapes[key] = weight, parameter.shape
-            layer.loaded[key] = set()
             self._keeper.keep(f"{name}.{key}", weight)
             self._whole.add(f"{name}.{key}", weight)
-            parameter.weight_loader = partial(self._load, layer, key)
-            module._non_persistent_buffers_set.add(key)  # see ``register_slot``
+        for key, parameter in module._parameters.items():
+            if is_of_experts(key) and parameter is not None:
+                parts = range(2 if key.startswith("w13_") else 1)
+                layer.missing[key] = {(e, p) for e in range(len(parameter)) for p in parts}
+                parameter.weight_loader = partial(self._load, layer, key)
+                if module.moe_config.has_bias:  # GPT-OSS in 16 bits is loaded without a loader
+                    parameter.copy_ = partial(self._load, layer, key, parameter)
+                module._non_persistent_buffers_set.add(key)  # see ``register_slot``
 
     def _load(
         self,
@@ -189,9 +222,9 @@ class SharedExperts:
         key: str,
         param: Parameter,
         loaded_weight: torch.Tensor,
-        weight_name: str,
-        shard_id: str,
-        expert_id: int,
+        weight_name: str | None = None,
+        shard_id: str | None = None,
+        expert_id: int | None = None,
         return_success: bool = False,
     ) -> bool | None:
         """Take what the checkpoint has of one expert, or of all.
@@ -199,25 +232,32 @@ class SharedExperts:
         Args and what it returns are those of ``RoutedExperts.weight_loader``.
         """
         self._keeper.allocate()
-        weight, module = layer.weights[key], layer.module
+        module = layer.module
         own = self._own(module.global_num_experts)
         here = range(module.global_num_experts)[own.slice]
-        if loaded_weight.dim() == 3:
-            expert_id = own.first
+        taken = [expert_id] if expert_id is not None else list(here)
+        if expert_id is None or loaded_weight.dim() == 3:
+            taken, expert_id = list(here), own.first
             if len(loaded_weight) != own.size:
                 loaded_weight = loaded_weight[own.slice]
         if expert_id not in here:
             return False if return_success else None
-        if not weight.was_filled:
-            assert weight.kept is not None
-            target = Parameter(layer.of(key, weight.kept), requires_grad=False)
-            target.__dict__.update(param.__dict__)  # by which vLLM knows what a scale is for
-            module.weight_loader(target, loaded_weight, weight_name, shard_id, expert_id, True)
-            taken = here if loaded_weight.dim() == 3 else [expert_id]
-            layer.loaded[key] |= {(expert, shard_id) for expert in taken}
-            if len(layer.loaded[key]) == own.size * (2 if key.startswith("w13_") else 1):
-                weight.missing = set()
+        if not layer.was_filled:
+            target = layer.target(key, param)
+            if weight_name is None:
+                target.data.copy_(loaded_weight)
+            else:
+                module.weight_loader(target, loaded_weight, weight_name, shard_id, expert_id, True)
+            layer.note(key, [expert - own.first for expert in taken], shard_id)
         return True if return_success else None
+
+    def make_up(self, fill: Callable[[torch.Tensor], None]) -> None:
+        """Fill what is packed of experts, and is missing, with made-up values."""
+        for layer in self._layers.values():
+            if layer.module.quant_method.is_packed and not layer.was_filled:
+                for tensor in layer.store().values():
+                    fill(tensor)
+                layer.pack()
 
     def complete(self) -> None:
         """Let DP's layers compute with what the engine keeps, and with what is streamed."""
@@ -227,23 +267,17 @@ class SharedExperts:
     def _compute_all(self, target: nn.Module, name: str, layer: _Layer) -> None:
         """Let a layer compute its engine's own experts, and all others by a layer beside it."""
         experts = target.global_num_experts
-        everywhere = self._everywhere(name, layer)
-        device = everywhere["w2_weight"].device
-        here = self._own(experts)
-        own = here.numbers(experts, device)
-        for key, tensor in layer.own.items():
-            target.register_parameter(key, Parameter(tensor, requires_grad=False))
-        have_experts(target, own)
+        here, others = self._own(experts), ExpertRange(0, experts)
         if self._degree.parts == 2:
             # Nothing is behind the addresses of this engine's own part (``WholeWeights``), and a
             # Triton kernel fails if nothing is where a tensor begins.
             others = ExpertRange(here.size - here.first, here.size)
-            everywhere = {key: tensor[others.slice] for key, tensor in everywhere.items()}
-            numbers = others.numbers(experts, device)
-        else:
-            numbers = torch.arange(experts, dtype=torch.int32, device=device)
-            numbers.masked_fill_(own >= 0, -1)
-        beside = with_experts(target, everywhere, numbers)
+        everywhere = self._everywhere(name, layer, others)
+        device = elements_of(everywhere["w2_weight"]).device
+        own, numbers = here.numbers(experts, device), others.numbers(experts, device)
+        target.quant_method.have(target, layer.own)
+        have_experts(target, own)
+        beside = with_experts(target, everywhere, numbers.masked_fill(own >= 0, -1))
         object.__setattr__(target, "shoal_beside", beside)  # it is no module of the model
         for each in (target, beside):
             set_groups(each, 1)
@@ -265,19 +299,23 @@ class SharedExperts:
         layer = self._layers.get(name)
         if layer is None:
             return None
-        here, tensors = self._own(layer.module.global_num_experts, tp), layer.own
+        module = layer.module
+        here, tensors = self._own(module.global_num_experts, tp), layer.own
         if tp < self._degree.parts:
-            tensors = {k: tensor[here.slice] for k, tensor in self._everywhere(name, layer).items()}
+            tensors = self._everywhere(name, layer, here)
         part = nn.Module()
-        for key, parameter in layer.module._parameters.items():
-            tensor = Parameter(tensors[key], requires_grad=False) if key in tensors else parameter
-            part.register_parameter(key, tensor)
-        part.shoal_first = here.first
+        for key, parameter in module._parameters.items():
+            if not is_of_experts(key):
+                part.register_parameter(key, parameter)
+        part.quant_method = module.quant_method.for_whole(module.moe_config)
+        part.quant_method.have(part, tensors)
+        part.shoal_first, part.local_num_experts = here
         return part
 
-    def _everywhere(self, name: str, layer: _Layer) -> dict[str, torch.Tensor]:
-        """Return the tensors of all experts, where layouts of few members find them."""
-        return {key: layer.of(key, self._whole.weight(f"{name}.{key}")) for key in layer.weights}
+    def _everywhere(self, name: str, layer: _Layer, experts: ExpertRange) -> dict[str, Packed]:
+        """Return some experts where layouts of few members find them."""
+        whole = {key: self._whole.weight(f"{name}.{key}") for key in layer.weights}
+        return {key: layer.of(key, tensor[experts.slice]) for key, tensor in whole.items()}
 
     def stream_in(
         self, modules: Mapping[str, nn.Module], layout: Layout, waits: set[int]

@@ -251,9 +251,8 @@ class SharedLayers:
     def has(self, name: str) -> bool:
         """Return whether a tensor of the DP model is one of the shared weights, or of a piece."""
         layer, _, key = name.rpartition(".")
-        if self._vocabulary.has(layer, key):
-            return True
-        if name in self._weights:  # of experts
+        is_of_experts = name.removesuffix("_packed") in self._weights
+        if is_of_experts or self._vocabulary.has(layer, key):
             return True
         return layer.partition(".pieces.")[0] in self._weights and key in ("weight", "own")
 
@@ -281,6 +280,8 @@ class SharedLayers:
         """
         self._check(model)
         self.allocate()
+        if dummy:
+            self._experts.make_up(initialize_single_dummy_weight)
         for name, weight in self._weights.items():
             if dummy:
                 weight.make_up(initialize_single_dummy_weight)

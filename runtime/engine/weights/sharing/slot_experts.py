@@ -1,0 +1,116 @@
+"""Methods of routed experts of which an engine keeps some, for DP's layers: one for each format."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+
+from shoal.runtime.engine.kernels.expert_methods import InPlaceExperts, ViewedFp8Experts
+from shoal.runtime.engine.kernels.mxfp4_experts import Mxfp4Experts, PlainMxfp4Experts
+from shoal.runtime.engine.kernels.mxfp4_shares import Packed
+from shoal.runtime.engine.weights.rules.expert_ranges import is_of_experts
+
+PACKED_BY_RANGES = (Mxfp4MoeBackend.TRITON, Mxfp4MoeBackend.MARLIN, Mxfp4MoeBackend.XPU)
+"""vLLM's kernels of MXFP4 that compute any range of experts, as a map says which these are. On CPUs
+``PlainMxfp4Experts`` goes by the last name. TRT-LLM's kernels find a range by a member's rank."""
+
+
+class Slots:
+    """Mixed into methods of experts: a layer of DP loads those that its engine keeps.
+
+    Attributes:
+        add: is given the layer when its tensors are made, without memory.
+        is_packed: whether what is kept of an expert is not what a checkpoint has of it.
+    """
+
+    add: Callable[[nn.Module], None]
+    is_packed = False
+
+    def create_weights(self, layer: nn.Module, num_experts: int, **others: Any) -> None:
+        """Make the tensors of the experts that the engine keeps."""
+        own = len(layer.expert_map_manager.get_local_expert_ids())
+        super().create_weights(layer=layer, num_experts=own, **others)  # type: ignore[misc]
+        self.add(layer)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Make the kernel, once the tensors are there (``SharedExperts.complete``)."""
+        if not getattr(layer.w13_weight, "is_meta", False):
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
+
+    def kept_like(self, layer: nn.Module) -> dict[str, Packed]:
+        """Return some experts in the form in which an engine keeps them.
+
+        Args:
+            layer: has tensors without memory as a checkpoint has them.
+        """
+        return {
+            key: parameter
+            for key, parameter in layer._parameters.items()
+            if is_of_experts(key) and parameter is not None
+        }
+
+
+class SlotExperts(Slots, InPlaceExperts):
+    """Of experts in 16 or 32 bits."""
+
+
+class SlotFp8Experts(Slots, ViewedFp8Experts):
+    """Of experts in FP8 with scales of blocks."""
+
+
+class _PackedSlots(Slots):
+    """Mixed into methods of experts in MXFP4. What vLLM packs of each expert is kept.
+
+    How many bytes that is, is found out by packing two experts of zeros.
+    """
+
+    is_packed = True
+    views = True
+
+    def kept_like(self, layer: nn.Module) -> dict[str, Packed]:
+        """See ``Slots.kept_like``."""
+        two = nn.Module()
+        two.params_dtype = layer.params_dtype
+        for key, parameter in super().kept_like(layer).items():
+            zeros = torch.zeros(2, *parameter.shape[1:], dtype=parameter.dtype)
+            two.register_parameter(key, Parameter(zeros, requires_grad=False))
+        packed: dict[str, Packed] = self.pack(two)  # type: ignore[attr-defined]
+        return packed
+
+
+class SlotMxfp4Experts(_PackedSlots, Mxfp4Experts):
+    """Of experts in MXFP4 on GPUs."""
+
+
+class SlotPlainMxfp4Experts(_PackedSlots, PlainMxfp4Experts):
+    """Of experts in MXFP4 on CPUs."""
+
+
+def slot_experts(stock: Any, viewed: Any) -> Slots:
+    """Return the method of a layer of DP whose engine keeps some of the experts.
+
+    Args:
+        stock: what vLLM would take for the checkpoint.
+        viewed: the method for a layer of views.
+
+    Raises:
+        NotImplementedError: such experts cannot be shared.
+    """
+    if isinstance(viewed, InPlaceExperts):
+        return SlotExperts(viewed.moe, meta=True)
+    if isinstance(viewed, Mxfp4Experts):
+        if viewed.mxfp4_backend not in PACKED_BY_RANGES:
+            raise NotImplementedError(
+                f"{viewed.mxfp4_backend.value}, vLLM's kernel for these experts, finds a member's "
+                "experts by its rank; --moe-backend marlin can share them"
+            )
+        plain = isinstance(viewed, PlainMxfp4Experts)
+        return (SlotPlainMxfp4Experts if plain else SlotMxfp4Experts)(viewed.moe)
+    if isinstance(viewed, ViewedFp8Experts) and getattr(stock, "block_quant", False):
+        return SlotFp8Experts(viewed.method)
+    raise NotImplementedError(
+        "only experts in 16 bits, in MXFP4 or in FP8 with scales of blocks can be shared"
+    )
