@@ -1,7 +1,7 @@
 """GPT-OSS in MXFP4, as OpenAI publishes it, on real engines: groups have parts of DP's experts.
 
-One node divides each expert (TP). On the other engines share experts: each keeps a half of them, and
-groups divide them by number (EP).
+One node divides each expert (TP). On the other, engines share experts: each keeps a half of them,
+and groups divide them by number (EP).
 
 vLLM has no kernel for such experts on most CPUs, and elsewhere computes them in bf16 alone. Here an
 operator of Shoal computes them, and the node takes fp32, as sums in layouts differ too much in
@@ -29,7 +29,6 @@ from tests.runtime.engine.every_layout import (
     node_in_fp32,
 )
 from tests.runtime.engine.real_node import RealNode, stock_tokens
-
 
 LAYERS = 4
 """Two layers would each have a slot of their own."""
