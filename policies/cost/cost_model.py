@@ -82,8 +82,8 @@ class ModelShape:
     """Parameters of all routed experts of all layers, which no token passes through all of."""
     expert_bytes: float = 0.0
     """Bytes of one of these, scales included; 0: as many as of every other parameter."""
-    sharable_parameters: float = 0.0
-    """Parameters of the MLPs, and of attention's projections where engines share these, too
+    sharable_bytes: float = 0.0
+    """Bytes of the MLPs and experts, and of attention's projections where engines share these, too
     (``CostModel.share_weights``)."""
 
     @property
@@ -171,7 +171,7 @@ class CostModel:
         degree = layout.tp // self._sp_degree(layout, mode)
         missing = max(0.0, 1 / degree - 1 / self.share_weights)
         missing *= 1 - self.level.whole_share(layout)
-        size = missing * self.shape.sharable_parameters * self.shape.weight_bytes
+        size = missing * self.shape.sharable_bytes
         hardware = self.hardware
         return size / (hardware.fetch_bytes_per_second or hardware.peer_bytes_per_second)
 

@@ -55,6 +55,17 @@ class UnreadableError(FileError):
         self.reason = reason
 
 
+class _Kind(NamedTuple):
+    """Layers whose MLPs are alike."""
+
+    layers: int
+    """How many there are."""
+    inner: int
+    """The MLP's inner size, or that of all shared experts."""
+    has_experts: bool
+    """Whether they have routed experts."""
+
+
 class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A decoder-only transformer with gated MLPs or experts: the sizes in its ``config.json``."""
 
@@ -84,6 +95,9 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters of a layer's projections around attention; 0: those that the heads say."""
     tied: bool = False
     """Whether the output layer is the embeddings, too."""
+    whole_vocabulary: bool = False
+    """Whether each engine has the embeddings and the output layer whole, as those of GPT-OSS have:
+    vLLM makes them without asking who divides them."""
 
     @property
     def expert_parameters(self) -> int:
@@ -106,22 +120,25 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Parameters of a layer's attention, as the heads say."""
         return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
-    def sharable_parameters(self, share: int, widest: int = 1, max_sp: int = 1) -> int:
-        """Return the parameters that engines stream from each other.
+    def sharable_bytes(self, share: int, widest: int = 1, max_sp: int = 1) -> float:
+        """Return the bytes of weights that engines stream from each other.
 
         These are those of MLPs and experts, and of attention and the output layer where they can be
-        shared. Experts in MXFP4 cannot.
+        shared.
 
         Args:
             share: how many engines share weights.
             widest: members of the widest group.
             max_sp: see ``NodeConfig.max_sp``.
         """
-        if self.expert_dtype:
-            return 0
-        head = self.hidden * self.vocab * is_vocabulary_shared(self.tied, share, widest)
+        head = self.hidden * self.vocab * self._shares_vocabulary(share, widest)
         attention = self.layers * self._sharable_attention(share, widest, max_sp)
-        return sum(layers * size for layers, size in self._mlps) + attention + head
+        mlps = sum(kind.layers * self._mlp_bytes(kind) for kind in self._kinds)
+        return (attention + head) * DTYPE_BYTES[self.weight_dtype] + mlps
+
+    def _shares_vocabulary(self, share: int, widest: int) -> bool:
+        """Return whether engines share the embeddings and the output layer."""
+        return not self.whole_vocabulary and is_vocabulary_shared(self.tied, share, widest)
 
     def _sharable_attention(self, share: int, widest: int, max_sp: int) -> int:
         """Return the parameters of a layer's attention that engines share."""
@@ -129,27 +146,36 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self._projections if shares_heads and not self.attention_parameters else 0
 
     @property
-    def _mlps(self) -> list[tuple[int, int]]:
-        """Each kind of layers: how many there are, and the parameters of its MLP or experts."""
+    def _kinds(self) -> list[_Kind]:
+        """The kinds of layers that there are."""
         dense = self.dense_layers if self.experts else self.layers
-        of_experts = self.experts * self.expert_intermediate + self.shared_intermediate
-        kinds = [(dense, self.intermediate), (self.layers - dense, of_experts)]
-        return [(layers, 3 * self.hidden * inner) for layers, inner in kinds if layers]
+        kinds = [
+            _Kind(dense, self.intermediate, False),
+            _Kind(self.layers - dense, self.shared_intermediate, True),
+        ]
+        return [kind for kind in kinds if kind.layers]
+
+    def _mlp_bytes(self, kind: _Kind) -> float:
+        """Return the bytes of the MLP and the experts of one layer."""
+        routed = self.experts * self.expert_intermediate * self.expert_width
+        inner = kind.inner * DTYPE_BYTES[self.weight_dtype] + kind.has_experts * routed
+        return 3 * self.hidden * inner
 
     def kept_bytes(self, share: int, widest: int = 1, max_sp: int = 1, stages: int = 1) -> float:
-        """Return the bytes of weights on one engine (see ``sharable_parameters``).
+        """Return the bytes of weights on one engine (see ``sharable_bytes``).
 
         With stages (``Level.stages``) they are those of the last one, which has the output layer.
         """
-        if share == 1 or self.expert_dtype:
+        if share == 1:
             return self.weight_bytes
         width, saved = DTYPE_BYTES[self.weight_dtype], 1 - 1 / share
-        shared = self.sharable_parameters(share, widest, max_sp) * width
         attention = self._sharable_attention(share, widest, max_sp) * width
-        slots = 2 * (attention + sum(size * width for _, size in self._mlps))
-        layer = attention + max(size * width for _, size in self._mlps)
+        shared = self.sharable_bytes(share, widest, max_sp)
+        mlps = [self._mlp_bytes(kind) for kind in self._kinds]
+        slots = 2 * (attention + sum(mlps))
+        layer = attention + max(mlps)
         whole = -(-self.layers // stages) * layer if stages > 1 else 0.0
-        if is_vocabulary_shared(self.tied, share, widest):
+        if self._shares_vocabulary(share, widest):
             whole += self.hidden * self.vocab * width if stages > 1 else 0.0
             shared += self.hidden * self.vocab * self._embedding_width
             rows = self.vocab // share
@@ -183,7 +209,7 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return DTYPE_BYTES[self.expert_dtype or self.weight_dtype]
 
     def model_shape(self, share: int = 1, widest: int = 1, max_sp: int = 1) -> ModelShape:
-        """Return what the cost model knows about the model (see ``sharable_parameters``)."""
+        """Return what the cost model knows about the model (see ``sharable_bytes``)."""
         return ModelShape(
             layers=self.layers,
             hidden=self.hidden,
@@ -198,7 +224,7 @@ class ShapeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             experts_per_token=self.experts_per_token,
             expert_parameters=self.expert_parameters,
             expert_bytes=self.expert_width if self.expert_dtype else 0.0,
-            sharable_parameters=self.sharable_parameters(share, widest, max_sp),
+            sharable_bytes=self.sharable_bytes(share, widest, max_sp),
         )
 
 
@@ -301,7 +327,7 @@ class HardwareFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Args:
             shape: the model.
             share: how many engines share weights.
-            widest: see ``ShapeFile.sharable_parameters``.
+            widest: see ``ShapeFile.sharable_bytes``.
             max_sp: see there, too.
             stages: see ``ShapeFile.kept_bytes``.
 
@@ -330,7 +356,7 @@ def cost_model(
         hardware: the devices.
         max_sp: see ``NodeConfig.max_sp``.
         share_weights: see ``NodeConfig.share_weights``.
-        widest: see ``ShapeFile.sharable_parameters``.
+        widest: see ``ShapeFile.sharable_bytes``.
 
     Raises:
         FileError: the hardware file lacks the model's dtype.
@@ -363,7 +389,7 @@ def step_times(
         share_weights: see ``NodeConfig.share_weights``.
         corrections: what a fit has found.
         captured_tokens: tokens of the largest CUDA graph.
-        widest: see ``ShapeFile.sharable_parameters``.
+        widest: see ``ShapeFile.sharable_bytes``.
         stages: see ``Level``.
 
     Raises:

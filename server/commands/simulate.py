@@ -179,10 +179,6 @@ def _node(
     check_shift(args, policies, max_group)
     check_share(args.share_weights, args.engines)
     check_urgent(args, policies, args.engines, max_group)
-    if isinstance(args.share_weights, int) and args.share_weights > 1 and shape.expert_dtype:
-        raise UserError(
-            f"--share-weights {args.share_weights}: {args.model_shape} has experts in MXFP4"
-        )
     if shape.layers % args.max_pp:
         raise UserError(
             f"--max-pp {args.max_pp}: {shape.layers} layers make no {args.max_pp} equal stages"
@@ -216,8 +212,6 @@ def _share(args: Namespace, node: Node, policy: str) -> int:
     """Return how many engines share weights under a policy, as a node that starts chooses it."""
     if isinstance(args.share_weights, int):
         return int(args.share_weights)
-    if node.shape.expert_dtype:
-        return 1
     room = node.hardware.memory_bytes * MEMORY_SHARE
     limits = weight_limits(policy, node.max_group, has_experts=node.shape.experts > 0)
     found = fewest_sharers(node.shape, room, node.engines, node.max_sp, limits) or node.engines

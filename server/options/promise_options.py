@@ -31,6 +31,8 @@ DTYPES: dict[str, Literal["fp32", "bf16", "fp16"]] = {
     "float16": "fp16",
 }
 """The names of dtypes in shape files, by torch's names."""
+WHOLE_VOCABULARY = ("GptOssForCausalLM",)
+"""Architectures that are what ``ShapeFile.whole_vocabulary`` says."""
 
 
 def add_promise_options(group: argparse._ArgumentGroup) -> None:
@@ -158,6 +160,7 @@ def shape_of(model: Any, cache_dtype: str) -> ShapeFile:
         kv_dtype="fp8" if cache_dtype.startswith("fp8") else dtype,
         max_model_len=model.max_model_len,
         tied=bool(getattr(text, "tie_word_embeddings", False)),
+        whole_vocabulary=model.architecture in WHOLE_VOCABULARY,
         **(_latent_attention if model.use_mla else _attention)(model, text),
         **_experts_of(model, text),
     )

@@ -7,6 +7,7 @@ from typing import Any
 from shoal.policies.static import MANUAL, STATIC_DP
 from shoal.runtime.config import ENGINE_COUNTS
 from shoal.runtime.node.supervisor import Say
+from shoal.runtime.served_weights import MXFP4_QUANTISATIONS
 from shoal.runtime.simulation.shape_files import FileError, ShapeFile
 from shoal.server.errors import UserError
 from shoal.server.options.experts_option import settled_experts
@@ -16,13 +17,16 @@ from shoal.server.options.shift_options import BY_SEQUENCE
 LOADED_BY_NAME = ("auto", "hf", "safetensors", "pt", "mistral", "dummy")
 """vLLM's load formats that hand out a checkpoint's tensors one by one, by the names of layers."""
 
-LOADED_IN_FP8 = ("fp8", "compressed-tensors")
+LOADED_QUANTISED = ("fp8", "compressed-tensors", *sorted(MXFP4_QUANTISATIONS))
 """vLLM's names of quantisations of checkpoints whose weights engines can share. What vLLM quantises
 as it loads it needs whole weights."""
 
 AUTO = "auto"
 """With this value of ``--share-weights``, ``automatic_share`` chooses."""
-_WITH_EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM")
+_WITH_EXPERTS = (
+    *("Qwen3MoeForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM"),
+    "GptOssForCausalLM",
+)
 """Architectures with experts whose engines share weights in tests. Those without are
 ``BY_SEQUENCE``."""
 MOST_FOR_WEIGHTS = 0.9
@@ -200,13 +204,7 @@ def _is_known(config: Any) -> bool:
     quantisation = config.model_config.quantization
     if quantisation is None:
         return True
-    return quantisation in LOADED_IN_FP8 and not _is_made_while_loading(config.quant_config)
-
-
-def _is_made_while_loading(quantisation: Any) -> bool:
-    """Return whether vLLM quantises what the checkpoint has in more bits, or otherwise."""
-    again = getattr(quantisation, "online_quantization_config", None)
-    return quantisation.get_name() == "online" or again is not None
+    return quantisation in LOADED_QUANTISED and not _is_made_while_loading(config.quant_config)
 
 
 def _has_known_experts(config: Any) -> bool:
@@ -255,9 +253,8 @@ def _problems(config: Any, groups: int) -> Iterator[str]:
     block, _ = getattr(config.quant_config, "weight_block_size", None) or (1, 1)
     problems = {
         f"{model.model} has latent attention (MLA)": model.use_mla,
-        f"{model.model} is quantised ({model.quantization}), and not by its checkpoint in FP8": (
-            not _is_known(config)
-        ),
+        f"{model.model} is quantised ({model.quantization}), and not by its checkpoint in FP8, or "
+        "as GPT-OSS in MXFP4": not _is_known(config),
         f"{model.model} has experts in FP8, and their scales are not those of blocks": (
             experts > 0 and not _has_known_experts(config)
         ),

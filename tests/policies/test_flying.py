@@ -220,7 +220,7 @@ def test_they_are_kept_where_dp_is_hardly_faster() -> None:
 
 def test_they_are_kept_where_dp_would_wait_for_weights_of_others() -> None:
     """A full batch of DP has 32 tokens a step, and reading half of the MLPs takes longer."""
-    shared = replace(MODEL, shape=replace(MODEL.shape, sharable_parameters=5.6e10), share_weights=2)
+    shared = replace(MODEL, shape=replace(MODEL.shape, sharable_bytes=5.6e10), share_weights=2)
     in_tp = {"sp_above": ()}
     assert target(answers(TP, BUSY, 1.0, **in_tp)) == DP
     assert target(answers(TP, BUSY, 1.0, cost_model=shared, **in_tp)) is None

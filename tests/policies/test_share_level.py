@@ -21,7 +21,7 @@ from shoal.policies.values.plan import Plan, Policy
 from shoal.policies.values.snapshot import LayoutState, ShareLevel, Snapshot
 from tests.policies.snapshots import MODEL, snapshot, unit
 
-SHARED = replace(MODEL, shape=replace(MODEL.shape, sharable_parameters=5.6e10), share_weights=2)
+SHARED = replace(MODEL, shape=replace(MODEL.shape, sharable_bytes=5.6e10), share_weights=2)
 WHOLE = replace(SHARED, share_weights=1)
 DP, TP2 = singles(2), units_of(2, Layout(tp=2))
 SEATS, BLOCK = 256, 16

@@ -78,7 +78,7 @@ def test_auto_is_never_where_sp_is_never_faster() -> None:
     assert tokens_for(ShiftRule.AUTO, free, GROUPS) == {}
 
 
-SHARED = replace(SP, shape=replace(SP.shape, sharable_parameters=5.6e10), share_weights=2)
+SHARED = replace(SP, shape=replace(SP.shape, sharable_bytes=5.6e10), share_weights=2)
 
 
 @pytest.mark.parametrize("threshold", [256, ShiftRule.AUTO])

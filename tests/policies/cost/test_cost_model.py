@@ -39,7 +39,7 @@ def test_a_long_prompt_costs_its_arithmetic() -> None:
 
 SHARED = replace(
     MODEL,
-    shape=replace(SHAPE, sharable_parameters=8e5),
+    shape=replace(SHAPE, sharable_bytes=1.6e6),
     hardware=replace(HARDWARE, peer_bytes_per_second=1e8),
     share_weights=4,
 )

@@ -43,7 +43,7 @@ def errors(model: CostModel | None, size: int) -> list[float]:
     return [abs(model.step_seconds(layout, b) / truth(layout, b) - 1) for b in BATCHES]
 
 
-SHARED = replace(MODEL, shape=replace(MODEL.shape, sharable_parameters=5.6e10), share_weights=2)
+SHARED = replace(MODEL, shape=replace(MODEL.shape, sharable_bytes=5.6e10), share_weights=2)
 
 
 def shared_truth(layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:

@@ -38,7 +38,7 @@ SETTINGS = FakeSettings(
 )
 PAIR = tp(0, 1)
 MODEL = replace(
-    UNSHARED, shape=replace(UNSHARED.shape, sharable_parameters=5.6e10), share_weights=2, max_sp=2
+    UNSHARED, shape=replace(UNSHARED.shape, sharable_bytes=5.6e10), share_weights=2, max_sp=2
 )
 
 

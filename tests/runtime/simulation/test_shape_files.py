@@ -211,21 +211,34 @@ def test_a_head_that_is_the_embeddings_counts_once_and_stays_whole() -> None:
     assert SHAPE.weight_bytes - tied.weight_bytes == 2 * VOCABULARY
     saved = tied.weight_bytes - tied.kept_bytes(2, 2)
     assert saved == pytest.approx((SHAPE.layers / 2 - 1) * (MLP + HEADS) * 2)
-    assert tied.sharable_parameters(2, 2) == SHAPE.layers * (MLP + HEADS)
+    assert tied.sharable_bytes(2, 2) == SHAPE.layers * (MLP + HEADS) * 2
 
 
-def test_engines_share_experts_that_are_not_in_mxfp4() -> None:
+def test_engines_share_experts() -> None:
     shape = read_shape("qwen3-30b-a3b-bf16")
-    shared = shape.sharable_parameters(2, 4)
-    assert shared == shape.expert_parameters, "a group of four divides heads in another order"
+    shared = shape.sharable_bytes(2, 4)
+    experts = 2 * shape.expert_parameters
+    assert shared == experts, "a group of four divides heads in another order"
     saved = shape.weight_bytes - shape.kept_bytes(2, 4)
-    assert saved == pytest.approx(shared - 2 * shared / shape.layers), "two layers are in slots"
+    assert saved == pytest.approx((shared - 2 * shared / shape.layers) / 2), "two are in slots"
     mixed = msgspec.structs.replace(shape, dense_layers=8)
     less = 3 * shape.hidden * (shape.experts * shape.expert_intermediate - shape.intermediate)
-    assert shared - mixed.sharable_parameters(2, 4) == 8 * less
-    packed = read_shape("gpt-oss-20b-mxfp4")
-    assert packed.sharable_parameters(2, 2) == 0
-    assert packed.kept_bytes(2, 2) == packed.weight_bytes
+    assert shared - mixed.sharable_bytes(2, 4) == 8 * less * 2
+
+
+def test_experts_in_mxfp4_are_shared_by_their_own_bytes() -> None:
+    """The vocabulary of GPT-OSS stays whole, also where that of others is shared."""
+    shape = read_shape("gpt-oss-20b-mxfp4")
+    experts = shape.expert_parameters * 17 / 32
+    heads = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    shared = experts + shape.layers * heads * 2
+    assert shape.sharable_bytes(2, 2) == pytest.approx(shared)
+    saved = shape.weight_bytes - shape.kept_bytes(2, 2)
+    assert saved == pytest.approx((shared - 2 * shared / shape.layers) / 2)
+    rate = H200.fetch_bytes_per_second
+    assert rate is not None
+    model = cost_model(shape, H200, 1, 2, 2)
+    assert model.fetch_seconds(DP) == pytest.approx(shared / 2 / rate)
 
 
 def test_steps_fetch_what_engines_share() -> None:
@@ -236,4 +249,4 @@ def test_steps_fetch_what_engines_share() -> None:
     fewer = HEADS * SHAPE.layers + VOCABULARY
     assert more == pytest.approx(fewer / 2 * 2 / rate), "attention, and the LM head, too"
     fp8 = read_shape("llama-3-70b-fp8")
-    assert fp8.sharable_parameters(2, 2) == fp8.common_parameters, "as in 16 bits"
+    assert fp8.sharable_bytes(2, 2) == fp8.common_parameters, "as in 16 bits"

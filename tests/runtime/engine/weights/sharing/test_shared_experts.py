@@ -6,10 +6,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from shoal.policies.values.layouts import DP, Layout
+from shoal.runtime.engine.kernels.mxfp4_experts import elements_of, in_rows, packed_experts
 from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
+from shoal.runtime.engine.weights.sharing import slot_experts
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
 from shoal.runtime.engine.weights.sharing.pages import HostPages
 from shoal.runtime.engine.weights.sharing.shared_experts import SharedExperts
@@ -24,6 +28,7 @@ from tests.runtime.engine.expert_layers import (
     make_experts,
     without_groups,
 )
+from tests.runtime.engine.kernels.stand_in_packing import chooser, packed
 
 HIDDEN, INTERMEDIATE = 32, 64
 LAYER = "experts.routed_experts"
@@ -66,23 +71,55 @@ class Engine(NamedTuple):
     whole: WholeWeights
 
 
-def engine(place: int, share: int, **options: Any) -> Engine:
+GPT_OSS: dict[str, Any] = {"activation": "swigluoai", "has_bias": True}
+
+
+def make(form: str, shared: SharedExperts | None = None) -> ExpertsLayer:
+    """Return a layer of DP of one of ``FORMS``, of an engine that has all experts, or some."""
+    inner = GptOssMxfp4Config() if form == "mxfp4" else None
+    quant = SharedWeights(views=False, inner=inner)
+    if shared is not None:
+        quant.shared = shared.method
+    options = {} if form == "plain" else GPT_OSS
+    return make_experts(quant, 0, 1, HIDDEN, INTERMEDIATE, **options)
+
+
+def engine(place: int, share: int, form: str = "plain") -> Engine:
     keeper, whole = Keeper(), WholeWeights(HostPages())
     shared = SharedExperts(place, Degree(share, 4), whole, keeper)
-    quant = SharedWeights(views=False)
-    quant.shared = shared.method
-    layer = make_experts(quant, 0, 1, HIDDEN, INTERMEDIATE, **options)
-    return Engine(layer, shared, keeper, whole)
+    return Engine(make(form, shared), shared, keeper, whole)
 
 
 def load(layer: ExpertsLayer, *, without: int | None = None) -> None:
     load_experts(layer, HIDDEN, INTERMEDIATE, without=without)
 
 
-@pytest.fixture
-def stock() -> ExpertsLayer:
-    layer = make_experts(SharedWeights(views=False), 0, 1, HIDDEN, INTERMEDIATE)
-    load(layer)
+def load_all_at_once(layer: ExpertsLayer, form: str) -> None:
+    """Load a random checkpoint as vLLM's class of GPT-OSS does."""
+    draw = torch.Generator().manual_seed(8)
+    layer.gate.weight.data = torch.randn(EXPERTS, HIDDEN, generator=draw)
+    for key, parameter in list(layer.routed.named_parameters()):
+        loaded = torch.randn(EXPERTS, *parameter.shape[1:], generator=draw)
+        if parameter.dtype == torch.uint8:
+            least, most = (122, 126) if "scale" in key else (0, 256)
+            loaded = torch.randint(least, most, loaded.shape, generator=draw).to(torch.uint8)
+        if form == "mxfp4":
+            load = parameter.weight_loader
+            load(parameter, loaded, weight_name=key, shard_id=None, expert_id=None)
+        else:
+            parameter.copy_(loaded)
+
+
+FORMS = {
+    "plain": lambda layer: load(layer),
+    "biases": lambda layer: load_all_at_once(layer, "biases"),
+    "mxfp4": lambda layer: load_all_at_once(layer, "mxfp4"),
+}
+
+
+def stock_of(form: str) -> ExpertsLayer:
+    layer = make(form)
+    FORMS[form](layer)
     layer.routed.quant_method.process_weights_after_loading(layer.routed)
     return layer
 
@@ -92,16 +129,19 @@ def output(layer: ExpertsLayer) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("place", "share"), [(0, 2), (1, 2), (1, 4), (2, 4)])
-def test_an_engine_keeps_its_experts_and_dp_computes_all(
-    stock: ExpertsLayer, place: int, share: int
-) -> None:
-    layer, shared, keeper, whole = engine(place, share)
-    load(layer)
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engine_keeps_its_experts_and_dp_computes_all(form: str, place: int, share: int) -> None:
+    stock = stock_of(form)
+    layer, shared, keeper, whole = engine(place, share, form)
+    if form != "plain":
+        layer.gate.weight.data = stock.gate.weight.data
+    FORMS[form](layer)
     size, parts = EXPERTS // share, set(range(share)) - {nested_shard(place, share)}
     own = slice(nested_shard(place, share) * size, (nested_shard(place, share) + 1) * size)
-    for key in ("w13_weight", "w2_weight"):
+    for key in dict(stock.routed.named_parameters()):
         weight, tensor = keeper.weights[f"{LAYER}.{key}"], getattr(stock.routed, key)
         assert weight.missing == set()
+        assert weight.kept is not None
         assert torch.equal(weight.kept, tensor[own].flatten(1))
         for part in parts:
             others = tensor[part * size : (part + 1) * size].flatten(1)
@@ -114,7 +154,9 @@ def test_an_engine_keeps_its_experts_and_dp_computes_all(
     torch.testing.assert_close(output(layer), output(stock), rtol=1e-5, atol=1e-4)
     assert slots._filled[0] is not None, "the layer waits for its slot"
     for part in parts:
-        whole.slot(f"{LAYER}.w2_weight", part).zero_()
+        for key in keeper.weights:
+            if "w2_" in key:
+                whole.slot(key, part).zero_()
     assert not torch.allclose(output(layer), output(stock), rtol=0.1, atol=0.1)
 
 
@@ -167,9 +209,60 @@ def test_an_expert_that_was_not_loaded_is_noticed() -> None:
     assert all(weight.missing for weight in keeper.weights.values())
 
 
-def test_experts_with_biases_are_refused() -> None:
-    with pytest.raises(UnviewableWeights, match=r"^experts: only experts without biases"):
-        engine(0, 2, has_bias=True, activation="swigluoai")
+def bytes_of(layer: Any) -> dict[str, torch.Tensor]:
+    """Return what a layer's kernel gets, as it lies in memory."""
+    return {key: elements_of(value) for key, value in packed_experts(layer).items()}
+
+
+@pytest.mark.parametrize(("place", "share"), [(0, 2), (1, 2), (1, 4)])
+def test_what_a_gpus_kernel_wants_is_kept_and_streamed(
+    monkeypatch: pytest.MonkeyPatch, place: int, share: int
+) -> None:
+    """Its values are in an order of its own, inside of what is no tensor of torch's."""
+    chooser(monkeypatch)(Mxfp4MoeBackend.TRITON, packed)
+    stock = bytes_of(stock_of("mxfp4").routed)
+    layer, shared, keeper, whole = engine(place, share, "mxfp4")
+    load_all_at_once(layer, "mxfp4")
+    shared.complete()
+    size, own = EXPERTS // share, nested_shard(place, share)
+    kept, beside = layer.routed, layer.routed.shoal_beside
+    for key, tensor in bytes_of(kept).items():
+        assert torch.equal(tensor, stock[key][own * size : (own + 1) * size])
+        weight = keeper.weights[f"{LAYER}.{key}"]
+        assert weight.kept is not None
+        assert tensor.data_ptr() == weight.kept.data_ptr()
+        for part in set(range(share)) - {own}:
+            slot = in_rows(tensor, whole.slot(f"{LAYER}.{key}", part))
+            slot.copy_(stock[key][part * size : (part + 1) * size])
+    for key, tensor in bytes_of(beside).items():
+        assert tensor.stride() == stock[key].stride()
+        for expert, here in enumerate(beside._expert_map.tolist()):
+            is_kept = expert // size == own
+            assert is_kept == (here == -1)
+            assert is_kept or torch.equal(tensor[here], stock[key][expert])
+    assert [of.w2_weight.shape[0] for of in (kept, beside)] == [size, 4 if share == 2 else 8]
+    found = shared.part(LAYER, share)
+    assert found is not None
+    assert bytes_of(found)["w13_weight"].data_ptr() == bytes_of(kept)["w13_weight"].data_ptr()
+
+
+def test_made_up_experts_are_packed_like_others() -> None:
+    layer, shared, keeper, _ = engine(1, 2, "mxfp4")
+    keeper.allocate()
+    shared.make_up(lambda tensor: tensor.fill_(3))
+    assert all(weight.missing == set() for weight in keeper.weights.values())
+    shared.complete()
+    assert all(bool((tensor == 3).all()) for tensor in layer.routed.parameters())
+
+
+def test_kernels_that_find_experts_by_the_rank_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slot_experts, "PACKED_BY_RANGES", ())
+    with pytest.raises(
+        UnviewableWeights, match=r"^experts: XPU, .* by its rank; --moe-backend marlin can share"
+    ):
+        engine(0, 2, "mxfp4")
 
 
 def test_experts_that_make_no_equal_parts_are_refused() -> None:
