@@ -6,6 +6,7 @@ is for one of the kinds listed here, and each quantisation named here has a form
 """
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -115,6 +116,17 @@ def is_integer_scheme(weights: Any, activations: Any) -> bool:
         and weights.strategy in ("tensor", "channel")
         and activations.strategy in ("tensor", "token")
     )
+
+
+def schemes(quantisation: Any) -> Mapping[str, Any]:
+    """Return how compressed-tensors has each group of layers, by what it is called.
+
+    Args:
+        quantisation: vLLM's ``VllmConfig.quant_config``; None, or of any class.
+    """
+    if getattr(quantisation, "online_quantization_config", None) is not None:
+        return {}  # it is quantised again as it is loaded
+    return getattr(quantisation, "target_scheme_map", {})
 
 
 def _is_fp8(quantised: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from shoal.policies.static import MANUAL, STATIC_DP
 from shoal.runtime.config import ENGINE_COUNTS
 from shoal.runtime.node.supervisor import Say
-from shoal.runtime.served_weights import MXFP4_QUANTISATIONS
+from shoal.runtime.served_weights import MXFP4_QUANTISATIONS, schemes
 from shoal.runtime.simulation.shape_files import FileError, ShapeFile
 from shoal.server.errors import UserError
 from shoal.server.options.experts_option import settled_experts
@@ -207,10 +207,23 @@ def _is_known(config: Any) -> bool:
     return quantisation in LOADED_QUANTISED and not _is_made_while_loading(config.quant_config)
 
 
+def _is_made_while_loading(quantisation: Any) -> bool:
+    """Return whether vLLM quantises what the checkpoint has in more bits, or otherwise."""
+    again = getattr(quantisation, "online_quantization_config", None)
+    return quantisation.get_name() == "online" or again is not None
+
+
 def _has_known_experts(config: Any) -> bool:
-    """Return whether engines can share experts that are quantised as a model's are."""
-    in_blocks = getattr(config.quant_config, "weight_block_size", None) is not None
-    return config.model_config.quantization is None or in_blocks
+    """Return whether engines can share experts that are quantised as a model's are.
+
+    What has one scale for a whole weight, vLLM changes once it is loaded.
+    """
+    found, quantisation = config.quant_config, config.model_config.quantization
+    if quantisation == "compressed-tensors":
+        weights = [scheme["weights"] for scheme in schemes(found).values()]
+        return all(each is None or each.strategy != "tensor" for each in weights)
+    in_blocks = getattr(found, "weight_block_size", None) is not None
+    return quantisation is None or quantisation in MXFP4_QUANTISATIONS or in_blocks
 
 
 def check_share(share: int | str | None, engines: int) -> None:
@@ -255,8 +268,8 @@ def _problems(config: Any, groups: int) -> Iterator[str]:
         f"{model.model} has latent attention (MLA)": model.use_mla,
         f"{model.model} is quantised ({model.quantization}), and not by its checkpoint in FP8, or "
         "as GPT-OSS in MXFP4": not _is_known(config),
-        f"{model.model} has experts in FP8, and their scales are not those of blocks": (
-            experts > 0 and not _has_known_experts(config)
+        f"{model.model} has experts in FP8, and one scale for each weight": (
+            experts > 0 and _is_known(config) and not _has_known_experts(config)
         ),
         f"{model.model} has {experts} experts, which make no {groups} equal parts": (
             experts % groups != 0

@@ -5,7 +5,6 @@ The checks use vLLM's configuration, and so the model's ``config.json`` and the 
 when they load, such as which kernel multiplies a layer's weights.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from shoal.runtime.served_kv import KV_TYPES
@@ -19,6 +18,7 @@ from shoal.runtime.served_weights import (
     LayerKind,
     is_fp8_scheme,
     is_integer_scheme,
+    schemes,
 )
 from shoal.server.errors import UserError
 from shoal.server.options.sharing_options import LOADED_BY_NAME
@@ -222,7 +222,7 @@ def check_quantisation(config: Any) -> None:
             repacks; the message says how.
     """
     model = config.model_config
-    for target, scheme in _schemes(config.quant_config).items():
+    for target, scheme in schemes(config.quant_config).items():
         weights, activations = scheme["weights"], scheme["input_activations"]
         served = is_fp8_scheme(weights, activations) or is_integer_scheme(weights, activations)
         if not served:
@@ -245,19 +245,8 @@ def repacks(config: Any) -> bool:
     """
     return config.model_config.quantization in REPACKED_QUANTISATIONS or any(
         is_integer_scheme(scheme["weights"], scheme["input_activations"])
-        for scheme in _schemes(config.quant_config).values()
+        for scheme in schemes(config.quant_config).values()
     )
-
-
-def _schemes(quantisation: Any) -> Mapping[str, Any]:
-    """Return how compressed-tensors has each group of layers, by what it is called.
-
-    Args:
-        quantisation: vLLM's ``VllmConfig.quant_config``; None, or of any class.
-    """
-    if getattr(quantisation, "online_quantization_config", None) is not None:
-        return {}  # It is quantised again as it is loaded.
-    return getattr(quantisation, "target_scheme_map", {})
 
 
 def _words(quantised: Any) -> str:

@@ -132,7 +132,7 @@ def fp8_experts(method: Any, *, views: bool) -> FusedMoEMethodBase:
     Raises:
         NotImplementedError: it is no method of FP8 experts, or has another kernel.
     """
-    if isinstance(method, PlainFp8Experts):
+    if isinstance(method, PlainFp8Experts | PlainCompressedExperts):
         return ViewedFp8Experts(method) if views else method
     if type(method) not in _FP8:
         raise NotImplementedError(f"{type(method).__name__} weights are not supported")
@@ -169,6 +169,35 @@ class PlainFp8Experts(Fp8MoEMethod):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Make the kernel, and leave the weights as they are."""
         self._init_moe_kernel(layer)
+
+
+class PlainCompressedExperts(compressed_tensors_fp8.CompressedTensorsW8A8Fp8MoEMethod):  # type: ignore[misc]
+    """The same of compressed-tensors, with scales of blocks or of channels.
+
+    Args:
+        weights: compressed-tensors' ``QuantizationArgs`` of the experts.
+        inputs: the same of what they compute with.
+        layer: the routed experts.
+    """
+
+    def __init__(self, weights: Any, inputs: Any, layer: nn.Module) -> None:
+        FusedMoEMethodBase.__init__(self, layer.moe_config)
+        self.weight_quant, self.input_quant, self.static_input_scales = weights, inputs, False
+        self.block_quant = weights.strategy == "block"
+        self.weight_block_size = weights.block_structure if self.block_quant else None
+        self.fp8_backend = Fp8MoeBackend.CPU  # of 16 bits for inputs
+        self.experts_cls = PlainExperts
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Make the kernel, and leave the weights as they are."""
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+        self.moe_kernel = make_fp8_moe_kernel(
+            moe_quant_config=self.moe_quant_config,
+            moe_config=self.moe,
+            experts_cls=self.experts_cls,
+            fp8_backend=self.fp8_backend,
+            routing_tables=layer._expert_routing_tables(),
+        )
 
 
 class ViewedFp8Experts(InLayers, FusedMoEMethodBase):  # type: ignore[misc]

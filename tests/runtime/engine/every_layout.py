@@ -76,20 +76,22 @@ def node_in_fp32(
     quantisation: type,
     whole_experts: WholeExperts | None = None,
     share_weights: int = 1,
+    engines: int = 2,
 ) -> Iterator[RealNode]:
-    """Run two engines in fp32 with weights that vLLM computes in 16 bits alone.
+    """Run engines in fp32 with weights that vLLM computes in 16 bits alone.
 
     Args:
         model: the checkpoint.
         quantisation: vLLM's configuration class of such weights.
         whole_experts: see ``NodeConfig.whole_experts``.
         share_weights: see ``NodeConfig.share_weights``.
+        engines: how many.
     """
     with pytest.MonkeyPatch.context() as patch:
         types = staticmethod(lambda: [torch.float32])
         patch.setattr(quantisation, "get_supported_act_dtypes", types)
         node = RealNode(
-            model, 2, max_sp=2, whole_experts=whole_experts, share_weights=share_weights
+            model, engines, max_sp=2, whole_experts=whole_experts, share_weights=share_weights
         )
     with node:
         yield node

@@ -1,19 +1,23 @@
 """GPT-OSS in MXFP4, as OpenAI publishes it, on real engines: groups have parts of DP's experts.
 
 One node divides each expert (TP). On the other, engines share experts: each keeps a half of them,
-and groups divide them by number (EP).
+and groups divide them by number (EP). With ``SHOAL_FAMILIES=all`` two engines share those of the
+checkpoint in fp32, too, and four those in MXFP4.
 
 vLLM has no kernel for such experts on most CPUs, and elsewhere computes them in bf16 alone. Here an
 operator of Shoal computes them, and the node takes fp32, as sums in layouts differ too much in
 bf16. The expected tokens are those of stock vLLM with a checkpoint of the same values in fp32.
 """
 
+import os
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
 from shoal.policies.values.layouts import alone
+from shoal.policies.values.partition import singles
 from shoal.runtime.whole_experts import ALWAYS, WholeExperts
 from tests.models.families import write_family
 from tests.mxfp4_checkpoint import Checkpoints, write_mxfp4
@@ -29,7 +33,9 @@ from tests.runtime.engine.every_layout import (
     node_in_fp32,
 )
 from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.units import tp, tp_units
 
+THOROUGH = os.environ.get("SHOAL_FAMILIES") == "all"
 LAYERS = 4
 """Two layers would each have a slot of their own."""
 
@@ -46,15 +52,29 @@ def expected(checkpoints: Checkpoints) -> Tokens:
     return stock_tokens(checkpoints.plain, ALL, TOKENS)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def share(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+class Case(NamedTuple):
+    share: int
+    """How many engines share experts."""
+    is_packed: bool = True
+    """Whether the checkpoint is in MXFP4; else it is that of the same values."""
+
+
+@pytest.fixture(scope="module", params=[Case(1), Case(2), *[Case(2, is_packed=False)] * THOROUGH])
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
 
 
 @pytest.fixture(scope="module")
-def node(checkpoints: Checkpoints, share: int) -> Iterator[RealNode]:
-    whole = WholeExperts() if share == 1 else ALWAYS
-    with node_in_fp32(checkpoints.packed, GptOssMxfp4Config, whole, share) as node:
+def share(case: Case) -> int:
+    return case.share
+
+
+@pytest.fixture(scope="module")
+def node(checkpoints: Checkpoints, case: Case) -> Iterator[RealNode]:
+    whole = WholeExperts() if case.share == 1 else ALWAYS
+    model = checkpoints.packed if case.is_packed else checkpoints.plain
+    with node_in_fp32(model, GptOssMxfp4Config, whole, case.share) as node:
         yield node
 
 
@@ -79,3 +99,15 @@ class TestMxfp4(EveryLayout):
     def test_the_wrong_experts_change_the_tokens(self, node: RealNode, share: int) -> None:
         """It is last: what it leaves in the prefix cache is wrong."""
         assert_wrong_experts_change_tokens(node, by_number=share > 1)
+
+
+@pytest.mark.skipif(not THOROUGH, reason="SHOAL_FAMILIES is not all")
+def test_tokens_are_as_expected_if_four_engines_share(
+    checkpoints: Checkpoints, expected: Tokens
+) -> None:
+    """Groups of two stream a quarter of the experts."""
+    with node_in_fp32(checkpoints.packed, GptOssMxfp4Config, ALWAYS, 4, engines=4) as node:
+        for partition in (singles(4), tp_units(4, 2), (tp(0, 1, 2, 3),)):
+            node.switch(*partition)
+            assert node.generate_spread(node.partition, ALL, TOKENS) == expected
+        assert node.audit() == []

@@ -37,10 +37,20 @@ def fp8(*, is_loaded: bool = True, block: int = 0) -> SimpleNamespace:
     return SimpleNamespace(weight_block_size=size, get_name=lambda: name)
 
 
-def tensors(again: str | None = None) -> SimpleNamespace:
+def tensors(strategy: str = "channel", again: str | None = None) -> SimpleNamespace:
     """Return what is read of vLLM's ``CompressedTensorsConfig``."""
     name = "compressed-tensors"
-    return SimpleNamespace(online_quantization_config=again, get_name=lambda: name)
+    scheme = {"weights": SimpleNamespace(strategy=strategy), "input_activations": None}
+    return SimpleNamespace(
+        online_quantization_config=again,
+        get_name=lambda: name,
+        target_scheme_map={"Linear": scheme},
+    )
+
+
+def mxfp4() -> SimpleNamespace:
+    """Return what is read of vLLM's ``GptOssMxfp4Config``."""
+    return SimpleNamespace(get_name=lambda: "gpt_oss_mxfp4")
 
 
 def test_the_option_is_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,6 +192,9 @@ def test_models_with_experts_share_weights_that_do_not_fit(share: str | None) ->
     assert chosen(40, 2, share, model=quantised, found=fp8(block=128)) == 1
     assert chosen(30, 2, share, model=quantised, found=fp8(block=128)) == 2
     assert chosen(30, 2, share, model=quantised, found=fp8()) == 1, "scales of tensors"
+    quantised.quantization, quantised.architecture = "gpt_oss_mxfp4", "GptOssForCausalLM"
+    found = [chosen(size, 2, share, model=quantised, found=mxfp4()) for size in (24, 18)]
+    assert found == [1, 2]
 
 
 def test_groups_of_engines_that_share_experts_have_whole_ones() -> None:
@@ -263,10 +276,15 @@ def test_there_are_as_many_engines_as_share() -> None:
         (
             config(experts=64, quantization="fp8", found=fp8()),
             2,
-            "m has experts in FP8, and their scales are not those of blocks",
+            "m has experts in FP8, and one scale for each weight",
+        ),
+        (
+            config(experts=64, quantization="compressed-tensors", found=tensors("tensor")),
+            2,
+            "m has experts in FP8, and one scale for each weight",
         ),
         (config(use_mla=True), 2, r"m has latent attention \(MLA\)"),
-        (config(quantization="gptq"), 2, r"m is quantised \(gptq\), and not by its .* in FP8"),
+        (config(quantization="gptq"), 2, r"m is quantised \(gptq\), and not by its .* MXFP4"),
         (config(quantization="fp8_per_block"), 2, r"m is quantised \(fp8_per_block\), and not .*"),
         (config(quantization="fp8", found=fp8(is_loaded=False)), 2, r"m is quantised \(fp8\), .*"),
         (
@@ -299,6 +317,9 @@ def test_what_cannot_be_shared_is_refused_by_name(refused: Any, groups: int, why
         config(quantization="compressed-tensors", found=tensors()),
         config(experts=8, size=10),
         config(experts=8, quantization="fp8", found=fp8(block=128), size=10),
+        config(experts=8, quantization="compressed-tensors", found=tensors("block")),
+        config(experts=8, quantization="compressed-tensors", found=tensors("channel")),
+        config(experts=8, quantization="gpt_oss_mxfp4", found=mxfp4()),
     ],
 )
 def test_others_are_shared(shared: Any) -> None:

@@ -23,12 +23,16 @@ from vllm.model_executor.layers.quantization.base_config import (
     QuantizationConfig,
     QuantizeMethodBase,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from vllm.platforms import current_platform
 
 from shoal.runtime.engine.kernels.expert_methods import (
     InPlaceExperts,
+    PlainCompressedExperts,
     PlainFp8Experts,
     fp8_experts,
 )
@@ -41,7 +45,7 @@ from shoal.runtime.engine.weights.rules.expert_ranges import (
 from shoal.runtime.engine.weights.rules.fused import regroup
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer, ShardRule
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights, named
-from shoal.runtime.served_weights import LayerKind, widest_share
+from shoal.runtime.served_weights import LayerKind, is_fp8_scheme, widest_share
 
 
 class ExpertsRule(ShardRule):
@@ -54,7 +58,7 @@ class ExpertsRule(ShardRule):
     def stock_method(
         self, inner: QuantizationConfig | None, layer: nn.Module, name: str
     ) -> QuantizeMethodBase | None:
-        """Return vLLM's method, or ours of experts in MXFP4 and of FP8 blocks on CPUs.
+        """Return vLLM's method, or ours of experts in MXFP4, and of most in FP8 on CPUs.
 
         vLLM has none for most CPUs, or one that packs the experts.
 
@@ -63,6 +67,12 @@ class ExpertsRule(ShardRule):
         """
         if isinstance(inner, Fp8Config) and inner.weight_block_size and current_platform.is_cpu():
             return PlainFp8Experts(inner, layer)
+        if isinstance(inner, CompressedTensorsConfig) and current_platform.is_cpu():
+            inner._add_fused_moe_to_target_scheme_map()  # else "Linear" means no experts
+            scheme = inner.get_scheme_dict(layer, f"{name}.0.{layer.ckpt_gate_proj_name}") or {}
+            weights, inputs = (scheme.get(key) for key in ("weights", "input_activations"))
+            if is_fp8_scheme(weights, inputs) and weights.strategy != "tensor":
+                return PlainCompressedExperts(weights, inputs, layer)
         if not isinstance(inner, GptOssMxfp4Config):
             return super().stock_method(inner, layer, name)
         with named(name), unviewable():

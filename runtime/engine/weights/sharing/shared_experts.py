@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from shoal.policies.values.layouts import DP, Layout
-from shoal.runtime.engine.kernels.mxfp4_experts import elements_of, in_rows, range_of
+from shoal.runtime.engine.kernels.mxfp4_experts import elements_of, in_rows
 from shoal.runtime.engine.kernels.mxfp4_shares import Packed
 from shoal.runtime.engine.weights.rules.expert_ranges import (
     ExpertRange,
@@ -189,8 +189,6 @@ class SharedExperts:
     def _add(self, name: str, module: nn.Module) -> None:
         with named(name), unviewable():
             like = module.quant_method.kept_like(module)
-            for packed in like.values():
-                range_of(packed, slice(1, 2), len(elements_of(packed)))
         layer = self._layers[name] = _Layer(module, like)
         have_experts(module, module.expert_map_manager.expert_map)
         module.shoal_first = 0

@@ -9,7 +9,11 @@ from torch.nn import Parameter
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 
 from shoal.runtime.engine.kernels.expert_methods import InPlaceExperts, ViewedFp8Experts
-from shoal.runtime.engine.kernels.mxfp4_experts import Mxfp4Experts, PlainMxfp4Experts
+from shoal.runtime.engine.kernels.mxfp4_experts import (
+    Mxfp4Experts,
+    PlainMxfp4Experts,
+    range_of,
+)
 from shoal.runtime.engine.kernels.mxfp4_shares import Packed
 from shoal.runtime.engine.weights.rules.expert_ranges import is_of_experts
 
@@ -58,7 +62,7 @@ class SlotExperts(Slots, InPlaceExperts):
 
 
 class SlotFp8Experts(Slots, ViewedFp8Experts):
-    """Of experts in FP8 with scales of blocks."""
+    """Of experts in FP8 with scales of blocks or channels, which vLLM does not change."""
 
 
 class _PackedSlots(Slots):
@@ -71,13 +75,19 @@ class _PackedSlots(Slots):
     views = True
 
     def kept_like(self, layer: nn.Module) -> dict[str, Packed]:
-        """See ``Slots.kept_like``."""
+        """See ``Slots.kept_like``.
+
+        Raises:
+            NotImplementedError: kernels cannot read an expert where it would begin.
+        """
         two = nn.Module()
         two.params_dtype = layer.params_dtype
         for key, parameter in super().kept_like(layer).items():
             zeros = torch.zeros(2, *parameter.shape[1:], dtype=parameter.dtype)
             two.register_parameter(key, Parameter(zeros, requires_grad=False))
         packed: dict[str, Packed] = self.pack(two)  # type: ignore[attr-defined]
+        for each in packed.values():
+            range_of(each, slice(1, 2), 2)
         return packed
 
 
@@ -109,8 +119,10 @@ def slot_experts(stock: Any, viewed: Any) -> Slots:
             )
         plain = isinstance(viewed, PlainMxfp4Experts)
         return (SlotPlainMxfp4Experts if plain else SlotMxfp4Experts)(viewed.moe)
-    if isinstance(viewed, ViewedFp8Experts) and getattr(stock, "block_quant", False):
+    by_channel = getattr(getattr(stock, "weight_quant", None), "strategy", None) == "channel"
+    if isinstance(viewed, ViewedFp8Experts) and (by_channel or getattr(stock, "block_quant", 0)):
         return SlotFp8Experts(viewed.method)
     raise NotImplementedError(
-        "only experts in 16 bits, in MXFP4 or in FP8 with scales of blocks can be shared"
+        "experts in FP8 with one scale for each weight cannot be shared, nor those that vLLM "
+        "quantises as it loads them"
     )
