@@ -153,6 +153,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.weights.sharing.shared_store",
         "shoal.runtime.engine.weights.sharing.shared_vocabulary",
         "shoal.runtime.engine.weights.sharing.shared_weight",
+        "shoal.runtime.engine.weights.sharing.slot_experts",
         "shoal.runtime.engine.weights.sharing.slot_fp8",
         "shoal.runtime.engine.weights.sharing.slot_methods",
         "shoal.runtime.engine.weights.sharing.slots",

@@ -68,11 +68,8 @@ class ExpertsRule(ShardRule):
         if isinstance(inner, Fp8Config) and inner.weight_block_size and current_platform.is_cpu():
             return PlainFp8Experts(inner, layer)
         if isinstance(inner, CompressedTensorsConfig) and current_platform.is_cpu():
-            inner._add_fused_moe_to_target_scheme_map()  # else "Linear" means no experts
-            scheme = inner.get_scheme_dict(layer, f"{name}.0.{layer.ckpt_gate_proj_name}") or {}
-            weights, inputs = (scheme.get(key) for key in ("weights", "input_activations"))
-            if is_fp8_scheme(weights, inputs) and weights.strategy != "tensor":
-                return PlainCompressedExperts(weights, inputs, layer)
+            plain = _plain_compressed(inner, layer, name)
+            return plain or super().stock_method(inner, layer, name)
         if not isinstance(inner, GptOssMxfp4Config):
             return super().stock_method(inner, layer, name)
         with named(name), unviewable():
@@ -140,6 +137,20 @@ class ExpertsRule(ShardRule):
         if own is None and shard.rank > 0 and "w2_bias" in layer._parameters:
             layer.register_parameter("w2_bias", None)
         set_groups(layer, groups if own or groups == 1 else groups // shard.of)
+
+
+def _plain_compressed(
+    config: CompressedTensorsConfig, layer: nn.Module, name: str
+) -> PlainCompressedExperts | None:
+    """Return our method for CPUs; None if the experts have another format."""
+    config._add_fused_moe_to_target_scheme_map()  # else "Linear" means no experts
+    scheme = config.get_scheme_dict(layer, f"{name}.0.{layer.ckpt_gate_proj_name}")
+    if scheme is None:
+        return None
+    weights, inputs = scheme["weights"], scheme["input_activations"]
+    if not is_fp8_scheme(weights, inputs) or weights.strategy == "tensor":
+        return None
+    return PlainCompressedExperts(weights, inputs, layer)
 
 
 class RunnerRule(ShardRule):

@@ -36,7 +36,7 @@ from shoal.runtime.engine.weights.sharing.slots import use_weights
 from shoal.runtime.engine.weights.sharing.weight_keeper import Keeper
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
-_PARTS = {"w1": (0,), "w3": (1,)}
+_PARTS: dict[str | None, tuple[int, ...]] = {"w1": (0,), "w3": (1,)}
 """vLLM's names of what a checkpoint may have of ``w13``: gate and up."""
 
 

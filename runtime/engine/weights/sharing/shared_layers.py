@@ -251,10 +251,9 @@ class SharedLayers:
     def has(self, name: str) -> bool:
         """Return whether a tensor of the DP model is one of the shared weights, or of a piece."""
         layer, _, key = name.rpartition(".")
-        is_of_experts = name.removesuffix("_packed") in self._weights
-        if is_of_experts or self._vocabulary.has(layer, key):
-            return True
-        return layer.partition(".pieces.")[0] in self._weights and key in ("weight", "own")
+        of_layer = layer.partition(".pieces.")[0] in self._weights and key in ("weight", "own")
+        of_experts = name.removesuffix("_packed") in self._weights
+        return of_layer or of_experts or self._vocabulary.has(layer, key)
 
     def _member_part(self, weight: SharedWeight, whole: torch.Tensor, tp: int) -> torch.Tensor:
         """Return what this engine computes with in a layout, of a whole weight as it is stored."""

@@ -72,6 +72,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM picks its Triton kernel, as it does on GPUs when it is told to."""
     without_groups(monkeypatch)
     monkeypatch.setattr(experts, "PlainFp8Experts", Fp8MoEMethod)
+    monkeypatch.setattr(experts, "_plain_compressed", lambda *_: None)
     monkeypatch.setattr(vllm_ops, "scaled_fp8_quant", quantised)
     for module in (fp8_module, compressed_tensors_module, online_fp8):
         pick(monkeypatch, module, Fp8MoeBackend.TRITON)
