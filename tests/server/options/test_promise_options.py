@@ -34,7 +34,7 @@ class Model(SimpleNamespace):
     def __init__(self, **changes: Any) -> None:
         text = SimpleNamespace(num_attention_heads=32, intermediate_size=14336)
         fields = {"hf_text_config": text, "dtype": "torch.bfloat16", "quantization": None}
-        kinds = {"is_moe": False, "use_mla": False}
+        kinds = {"is_moe": False, "use_mla": False, "architecture": "LlamaForCausalLM"}
         super().__init__(**{**fields, "max_model_len": 131072, **kinds, **changes})
 
     def get_total_num_hidden_layers(self) -> int:
