@@ -123,20 +123,24 @@ class Mxfp4Experts(InLayers, mxfp4.GptOssMxfp4MoEMethod):  # type: ignore[misc]
     def pack(self, layer: nn.Module) -> dict[str, Packed]:
         """Return what vLLM packs of a layer, which has its experts as a checkpoint has them.
 
-        The scales' configurations are noted, for ``have``.
-
         Raises:
             NotImplementedError: what an expert is packed to depends on the others.
         """
         experts = layer.w13_weight.shape[0]
         two = slice(max(0, experts - 2), experts)
-        converted = self._converted(layer, slice(0, experts))
-        for key, attribute in _CONFIGS.items():
-            if hasattr(converted[key], "flex_ctx"):
-                setattr(self, attribute, converted[key])
-        packed = {key: _unwrapped(value) for key, value in converted.items()}
+        packed = self._pack(layer, slice(0, experts))
         self._check_range(packed, two, experts, self._pack(layer, two))
         return packed
+
+    def scale_configs(self, layer: nn.Module) -> dict[str, Any]:
+        """Return the attributes of this method that ``have`` puts packed scales into.
+
+        Args:
+            layer: has some experts as a checkpoint has them.
+        """
+        converted = self._converted(layer, slice(0, 1))
+        wrapped = {of: converted[key] for key, of in _CONFIGS.items()}
+        return {of: config for of, config in wrapped.items() if hasattr(config, "flex_ctx")}
 
     def _check_range(
         self, packed: dict[str, Packed], own: slice, experts: int, expected: dict[str, Packed]

@@ -145,6 +145,8 @@ class SharedExperts:
         self._whole, self._keeper = whole, keeper
         self._layers: dict[str, _Layer] = {}
         """By the name of the layer in the model."""
+        self._forms: dict[Any, Any] = {}
+        """What methods of layers have found, for other layers (``Slots.kept_like``)."""
 
     def __bool__(self) -> bool:
         """Return whether engines share experts."""
@@ -188,7 +190,7 @@ class SharedExperts:
 
     def _add(self, name: str, module: nn.Module) -> None:
         with named(name), unviewable():
-            like = module.quant_method.kept_like(module)
+            like = module.quant_method.kept_like(module, self._forms)
         layer = self._layers[name] = _Layer(module, like)
         have_experts(module, module.expert_map_manager.expert_map)
         module.shoal_first = 0

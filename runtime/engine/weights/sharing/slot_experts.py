@@ -1,6 +1,6 @@
 """Methods of routed experts of which an engine keeps some, for DP's layers: one for each format."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,11 +44,12 @@ class Slots:
         if not getattr(layer.w13_weight, "is_meta", False):
             super().process_weights_after_loading(layer)  # type: ignore[misc]
 
-    def kept_like(self, layer: nn.Module) -> dict[str, Packed]:
+    def kept_like(self, layer: nn.Module, _known: dict[Any, Any]) -> Mapping[str, Packed]:
         """Return some experts in the form in which an engine keeps them.
 
         Args:
             layer: has tensors without memory as a checkpoint has them.
+            _known: what methods of other layers have found.
         """
         return {
             key: parameter
@@ -74,21 +75,32 @@ class _PackedSlots(Slots):
     is_packed = True
     views = True
 
-    def kept_like(self, layer: nn.Module) -> dict[str, Packed]:
+    def kept_like(self, layer: nn.Module, known: dict[Any, Any]) -> Mapping[str, Packed]:
         """See ``Slots.kept_like``.
 
         Raises:
             NotImplementedError: kernels cannot read an expert where it would begin.
         """
+        stored = super().kept_like(layer, known)
+        form = tuple((key, *tensor.shape[1:]) for key, tensor in stored.items())
+        if form not in known:  # layers are alike: two experts are packed once, and have memory once
+            known[form] = self._two(layer, stored)
+        like, configs = known[form]
+        vars(self).update(configs)
+        return like
+
+    def _two(
+        self, layer: nn.Module, stored: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, Packed], dict[str, Any]]:
         two = nn.Module()
         two.params_dtype = layer.params_dtype
-        for key, parameter in super().kept_like(layer).items():
+        for key, parameter in stored.items():
             zeros = torch.zeros(2, *parameter.shape[1:], dtype=parameter.dtype)
             two.register_parameter(key, Parameter(zeros, requires_grad=False))
         packed: dict[str, Packed] = self.pack(two)  # type: ignore[attr-defined]
         for each in packed.values():
             range_of(each, slice(1, 2), 2)
-        return packed
+        return packed, self.scale_configs(two)  # type: ignore[attr-defined]
 
 
 class SlotMxfp4Experts(_PackedSlots, Mxfp4Experts):
