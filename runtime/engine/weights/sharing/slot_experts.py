@@ -85,6 +85,7 @@ class _PackedSlots(Slots):
         form = tuple((key, *tensor.shape[1:]) for key, tensor in stored.items())
         if form not in known:  # layers are alike: two experts are packed once, and have memory once
             known[form] = self._two(layer, stored)
+        like: Mapping[str, Packed]
         like, configs = known[form]
         vars(self).update(configs)
         return like
