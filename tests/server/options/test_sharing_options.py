@@ -288,7 +288,7 @@ def test_there_are_as_many_engines_as_share() -> None:
         (config(quantization="fp8_per_block"), 2, r"m is quantised \(fp8_per_block\), and not .*"),
         (config(quantization="fp8", found=fp8(is_loaded=False)), 2, r"m is quantised \(fp8\), .*"),
         (
-            config(quantization="compressed-tensors", found=tensors("fp8_per_tensor")),
+            config(quantization="compressed-tensors", found=tensors(again="fp8_per_tensor")),
             2,
             r"m is quantised \(comp.*",
         ),
