@@ -53,7 +53,7 @@ from shoal.runtime.engine.weights.sharing.filling import Filled, Filling
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
 from shoal.runtime.engine.weights.sharing.shared_weight import DOWN, GATE_UP, HEAD
 from shoal.runtime.engine.weights.sharing.slots import SLOTS, Copier, Copy, copy_all
-from shoal.runtime.engine.weights.store import ResidentWeights
+from shoal.runtime.engine.weights.store import ResidentWeights, layers_of
 from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine.owned_bytes import owned_bytes as bytes_owned
 from tests.runtime.engine.pace import Pace
@@ -754,7 +754,7 @@ def loaded_bytes(runner: ProbedRunner) -> dict[str, int]:
 
 def damage_repacked(runner: ProbedRunner, layout: Layout) -> None:
     """Put the outputs' scales of a layout's own layers in another order."""
-    for layer in filter(owns_weights, runner._workers[layout].model.modules()):
+    for layer in filter(owns_weights, layers_of(runner._workers[layout].model).values()):
         scales = layer.scales if hasattr(layer, "scales") else layer.weight_scale
         scales.data.copy_(scales.data.flip(-1).clone())
 

@@ -6,15 +6,20 @@ checkpoint with integers of compressed-tensors is served, too.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
+from shoal.runtime.config import Adapter
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
+from tests.random_adapter import write_adapter
+from tests.random_checkpoint import CheckpointSpec
 from tests.repacked_checkpoint import Form, write_repacked
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import random_prompts
@@ -31,6 +36,10 @@ a CPU that does not multiply bf16 itself near ties change outputs from the fifth
 """
 DTYPE = "bfloat16"
 Expected = list[list[int]]
+Adapters = Sequence[LoRARequest | None]
+NONE: Adapters = [None] * len(PROMPTS)
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+"""One slot more than adapters (``test_real_adapters.py``)."""
 OTHERS = [Form.AWQ]
 if os.environ.get("SHOAL_FAMILIES") == "all":
     OTHERS.append(Form.INTEGERS)
@@ -51,17 +60,21 @@ def expected_of_pair(model: Path) -> Expected:
     return stock_pair(model)
 
 
-def stock_alone(model: Path) -> Expected:
-    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE)
+def stock_alone(model: Path, adapters: Adapters = NONE, **lora: Any) -> Expected:
+    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE, vllm_args=lora, adapters=adapters)
 
 
-def by_pair(node: RealNode) -> Expected:
+def by_pair(node: RealNode, adapters: Adapters = NONE) -> Expected:
     """Return what the group generates for one prompt after the other.
 
     Together they would round as their steps are put together, and that depends on how soon each
     one reaches the engine.
     """
-    return [output for prompt in PROMPTS for output in node.generate(PAIR, [prompt], TOKENS)]
+    return [
+        output
+        for prompt, adapter in zip(PROMPTS, adapters, strict=True)
+        for output in node.wait(node.submit(PAIR, [prompt], TOKENS, adapter=adapter))
+    ]
 
 
 def alike(found: Expected, expected: Expected) -> bool:
@@ -69,9 +82,9 @@ def alike(found: Expected, expected: Expected) -> bool:
     return all(one[:SURE] == other[:SURE] for one, other in zip(found, expected, strict=True))
 
 
-def stock_pair(model: Path) -> Expected:
-    two = {"tensor_parallel_size": 2, "max_num_seqs": 1}
-    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE, vllm_args=two)
+def stock_pair(model: Path, adapters: Adapters = NONE, **lora: Any) -> Expected:
+    two = {"tensor_parallel_size": 2, "max_num_seqs": 1} | lora
+    return stock_tokens(model, PROMPTS, TOKENS, dtype=DTYPE, vllm_args=two, adapters=adapters)
 
 
 @pytest.fixture(scope="module")
@@ -150,20 +163,35 @@ def test_other_forms_generate_the_tokens_of_stocks_layout(
 ) -> None:
     """DP and TP2 round differently. Damage to TP2's shards changes its tokens, and not DP's.
 
-    Each member has some scales whole, and vLLM's kernel for 8 bits hides its weights.
+    Each member has some scales whole, and vLLM's kernel for 8 bits hides its weights. Every second
+    request has an adapter, which is not quantised.
     """
-    model = write_repacked(llama, tmp_path / form, form)
-    alone_tokens, pair_tokens = stock_alone(model), stock_pair(model)
+    model, added = write_repacked(llama, tmp_path / form, form), tmp_path / "adapter"
+    write_adapter(added, CheckpointSpec(), seed=3)
+    adapters = [None, LoRARequest(added.name, 1, str(added))] * (len(PROMPTS) // 2)
+    alone_tokens = stock_alone(model, adapters, **LORA)
+    pair_tokens = stock_pair(model, adapters, **LORA)
     assert len({tuple(output) for output in alone_tokens}) == len(PROMPTS)
-    with RealNode(model, 2, dtype=DTYPE) as node:
+    named = [Adapter(added.name, str(added))]
+    with RealNode(model, 2, dtype=DTYPE, adapters=named, **LORA) as node:
         for owned in node.probe_all(probes.loaded_bytes):
             assert 0 < owned["tp2"] < owned["dp"]
-        assert node.generate_spread(singles(2), PROMPTS, TOKENS) == alone_tokens
+        assert by_engines(node, adapters) == alone_tokens
+        assert by_engines(node, NONE)[1] != alone_tokens[1], "the adapter changes tokens"
         with node.bound(PAIR):
-            assert alike(by_pair(node), pair_tokens)
+            assert alike(by_pair(node, adapters), pair_tokens)
             node.probe_all(probes.damage_repacked, PAIR.layout)
             damaged = node.generate(PAIR, PROMPTS[::-1], TOKENS)[::-1]
         assert all(one != other for one, other in zip(damaged, pair_tokens, strict=True))
         assert not alike(damaged, pair_tokens)
-        assert node.generate_spread(singles(2), PROMPTS, TOKENS) == alone_tokens
+        assert by_engines(node, adapters) == alone_tokens
         assert node.audit() == []
+
+
+def by_engines(node: RealNode, adapters: Adapters) -> Expected:
+    """Return what the engines alone generate, to which the prompts are dealt out."""
+    requests = [
+        node.submit(alone(number % 2), [prompt], TOKENS, adapter=adapter)[0]
+        for number, (prompt, adapter) in enumerate(zip(PROMPTS, adapters, strict=True))
+    ]
+    return node.wait(requests)

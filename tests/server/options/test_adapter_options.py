@@ -101,12 +101,16 @@ def test_adapters_of_other_models_are_refused_with_the_reason(
 ) -> None:
     plain = {"model": "m", "is_moe": False, "use_mla": False, "quantization": None}
     config = SimpleNamespace(
-        lora_config=SimpleNamespace(), model_config=SimpleNamespace(**plain | kind)
+        lora_config=SimpleNamespace(),
+        model_config=SimpleNamespace(**plain | kind),
+        quant_config=None,
     )
     with pytest.raises(UserError) as caught:
         check_adapted_model(config)
     assert str(caught.value) == f"--enable-lora: not supported for m: {why}"
     config.lora_config = None
     check_adapted_model(config)
-    config.lora_config, config.model_config = SimpleNamespace(), SimpleNamespace(**plain)
-    check_adapted_model(config)
+    config.lora_config = SimpleNamespace()
+    for served in (None, "auto_gptq", "auto_awq"):
+        config.model_config = SimpleNamespace(**plain | {"quantization": served})
+        check_adapted_model(config)
