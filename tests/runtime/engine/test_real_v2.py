@@ -13,7 +13,7 @@ from tests.runtime.engine import v2_program
 
 pytestmark = pytest.mark.timeout(1200)
 
-OPERATIONS = 40
+OPERATIONS = 24
 """Random ones. ``test_real_random`` goes through more: interpreted kernels are slow."""
 
 
