@@ -15,8 +15,8 @@ os.environ.update(
     NUMBA_DISABLE_JIT="1",
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
-    # Compilers know the processor's vector instructions. To find that out, PyTorch would compile
-    # more programs for each cache, and try them in each process that compiles anything.
+    # Without this, PyTorch asks the compiler for each of the processor's vector instructions: it
+    # compiles programs for each cache, and runs them in each process that compiles anything.
     TORCHINDUCTOR_VEC_ISA_OK="1",
     TRANSFORMERS_OFFLINE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",

@@ -141,6 +141,18 @@ def fp8_experts(method: Any, *, views: bool) -> FusedMoEMethodBase:
     return ViewedFp8Experts(method) if views else method
 
 
+def _fp8_kernel(method: Any, layer: nn.Module, backend: Fp8MoeBackend) -> Any:
+    """Return a method's kernel for a layer's tensors, and have the method know their scales."""
+    method.moe_quant_config = method.get_fused_moe_quant_config(layer)
+    return make_fp8_moe_kernel(
+        moe_quant_config=method.moe_quant_config,
+        moe_config=method.moe,
+        experts_cls=method.experts_cls,
+        fp8_backend=backend,
+        routing_tables=layer._expert_routing_tables(),
+    )
+
+
 def _check_backend(found: Any, needed: Any) -> None:
     if found != needed:
         raise NotImplementedError(f"{found.value}, vLLM's kernel for these experts, packs them")
@@ -190,14 +202,7 @@ class PlainCompressedExperts(compressed_tensors_fp8.CompressedTensorsW8A8Fp8MoEM
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Make the kernel, and leave the weights as they are."""
-        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        self.moe_kernel = make_fp8_moe_kernel(
-            moe_quant_config=self.moe_quant_config,
-            moe_config=self.moe,
-            experts_cls=self.experts_cls,
-            fp8_backend=self.fp8_backend,
-            routing_tables=layer._expert_routing_tables(),
-        )
+        self.moe_kernel = _fp8_kernel(self, layer, self.fp8_backend)
 
 
 class ViewedFp8Experts(InLayers, FusedMoEMethodBase):  # type: ignore[misc]
@@ -225,14 +230,7 @@ class ViewedFp8Experts(InLayers, FusedMoEMethodBase):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Make the kernel; vLLM processed what the tensors view."""
-        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        self.moe_kernel = self.method.moe_kernel = make_fp8_moe_kernel(
-            moe_quant_config=self.moe_quant_config,
-            moe_config=self.moe,
-            experts_cls=self.experts_cls,
-            fp8_backend=self.method.fp8_backend,
-            routing_tables=layer._expert_routing_tables(),
-        )
+        self.moe_kernel = self.method.moe_kernel = _fp8_kernel(self, layer, self.method.fp8_backend)
         self.moe_kernel.fused_experts.group(layer.shoal_groups)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> Any:

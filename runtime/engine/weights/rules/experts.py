@@ -181,7 +181,7 @@ _CHECKED = ("w13_weight", "w13_bias", "w2_weight", "w2_bias")
 def set_groups(layer: nn.Module, groups: int) -> None:
     """Say into how many groups the gate and up rows of a layer's experts are divided."""
     if isinstance(layer.quant_method, Mxfp4Experts):
-        return  # they are in turn
+        return  # Gate and up rows of an expert in MXFP4 come in turn: there are no groups.
     layer.shoal_groups = groups
     if layer.quant_method.moe_kernel is not None:
         layer.quant_method.moe_kernel.fused_experts.group(groups)

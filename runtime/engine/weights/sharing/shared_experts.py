@@ -40,7 +40,7 @@ _PARTS: dict[str | None, tuple[int, ...]] = {"w1": (0,), "w3": (1,)}
 """vLLM's names of what a checkpoint may have of ``w13``: gate and up."""
 
 
-def kept(weight: SharedWeight) -> torch.Tensor:
+def _kept(weight: SharedWeight) -> torch.Tensor:
     """Return what the engine keeps of a weight, for which there is memory."""
     assert weight.kept is not None, "there is no memory for it yet"
     return weight.kept
@@ -72,7 +72,7 @@ class _Layer:
     @property
     def own(self) -> dict[str, Packed]:
         """What the engine keeps, by the names of tensors."""
-        return {key: self.of(key, kept(weight)) for key, weight in self.weights.items()}
+        return {key: self.of(key, _kept(weight)) for key, weight in self.weights.items()}
 
     @property
     def was_filled(self) -> bool:
@@ -83,7 +83,7 @@ class _Layer:
         """Return where vLLM's loader may write what a checkpoint has of the engine's experts."""
         if self.module.quant_method.is_packed:
             return self.store()[key]
-        target = Parameter(self.of(key, kept(self.weights[key])), requires_grad=False)
+        target = Parameter(self.of(key, _kept(self.weights[key])), requires_grad=False)
         target.__dict__.update(parameter.__dict__)  # by which vLLM knows what a scale is for
         return target
 
@@ -110,7 +110,7 @@ class _Layer:
         As in vLLM, what no checkpoint fills is zero: sizes may be rounded up.
         """
         if not self.stored:
-            device = kept(next(iter(self.weights.values()))).device
+            device = _kept(next(iter(self.weights.values()))).device
             for key in self.missing:
                 found = self.module._parameters[key]
                 zeros = torch.zeros(found.shape, dtype=found.dtype, device=device)
@@ -125,7 +125,7 @@ class _Layer:
         for key, tensor in self.stored.items():
             part.register_parameter(key, tensor)
         for key, packed in self.module.quant_method.pack(part).items():
-            elements_of(self.of(key, kept(self.weights[key]))).copy_(elements_of(packed))
+            elements_of(self.of(key, _kept(self.weights[key]))).copy_(elements_of(packed))
             self.weights[key].missing = set()
         self.stored = {}
 
