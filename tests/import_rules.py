@@ -68,6 +68,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.kernels.words_in_memory",
         "shoal.runtime.engine.kv.cpu_pages",
         "shoal.runtime.engine.layouts.full_graphs",
+        "shoal.runtime.engine.layouts.streamed_graphs",
         "shoal.runtime.engine.kv.device_copy",
         "shoal.runtime.engine.kv.host_copy",
         "shoal.runtime.engine.kv.kv_cache",

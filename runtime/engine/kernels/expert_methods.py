@@ -53,14 +53,11 @@ class InLayers:
     for one number of tokens, so it holds what was chosen for that number.
 
     Where the tensors of some experts are in another place, a second layer has them:
-    ``layer.shoal_beside``. A layer may have ``layer.shoal_before``, too. This is called first, and
-    waits until the tensors are in their place.
+    ``layer.shoal_beside``.
     """
 
     def apply(self, layer: nn.Module, x: torch.Tensor, **others: Any) -> Any:
         """Return what the layer computes of ``x``, ``[tokens, hidden]``, padding included."""
-        before = getattr(layer, "shoal_before", None)
-        x = x if before is None else before(x)
         whole = getattr(layer, "shoal_whole", None)
         # On CPUs there is no such operator, and code that is compiled cannot ask for a length.
         if whole is not None and not torch.compiler.is_compiling():

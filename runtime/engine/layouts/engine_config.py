@@ -7,6 +7,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import LayoutConfigs, NodeConfig
 from shoal.runtime.engine.layouts.cpu_speculation import speculate_on_cpus
+from shoal.runtime.engine.layouts.streamed_graphs import can_have_graphs
 from shoal.runtime.engine.weights.rules.rule_registry import WEIGHT_SCHEME
 from shoal.runtime.engine.weights.rules.unquantised import leave_weights_on_cpus
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
@@ -58,7 +59,7 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
     elif config.model_config.is_moe:
         config.kernel_config.moe_backend = EXPERTS_BACKEND
     if layout.tp < node.share_weights:
-        _stream_weights(config)
+        _stream_weights(config, layout)
     if node.max_pp > 1:
         config.cache_config.kv_cache_layout = blocks_outermost().name
     if layout != DP:
@@ -86,18 +87,16 @@ def shares_vocabulary(node: NodeConfig, config: VllmConfig) -> bool:
     return is_plain and is_vocabulary_shared(tied, node.share_weights, node.max_group)
 
 
-def _stream_weights(config: VllmConfig) -> None:
-    """Let a layout that streams weights have no CUDA graphs, and pieces that are compiled alike.
-
-    A graph would replay copies without knowing what the slots hold by then. Steps that are small
-    enough for vLLM's graphs wait for their copies, and not for the host.
+def _stream_weights(config: VllmConfig, layout: Layout) -> None:
+    """Divide the model of a layout where it waits for weights; only DP's parts have CUDA graphs.
 
     The operator that waits for weights has the layer's number. Within a piece that is compiled, it
     would make each layer's piece another one, and Inductor would compile all of them.
     """
     compilation = config.compilation_config
-    compilation.cudagraph_mode = CUDAGraphMode.NONE
-    compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [], 0
+    if layout != DP or not can_have_graphs(config):
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [], 0
     if compilation.splitting_ops:  # else a model is compiled as a whole
         compilation.splitting_ops = [*compilation.splitting_ops, OPERATOR]
 

@@ -222,6 +222,7 @@ SEAMS = (
     Seam("vllm.v1.worker.gpu.sample.penalties", "use_penalty", "beginnings"),
     Seam(_V2_GRAPHS, "BatchExecutionDescriptor", "capture_sizes"),
     Seam(_V2_GRAPHS, "ModelCudaGraphManager.capture", "capture_sizes"),
+    Seam(_V2_GRAPHS, "CudaGraphManager.dispatch", "streamed_graphs"),
     Seam(_ATTENTION, "unified_kv_cache_update", "ulysses"),
     Seam(_ATTENTION, "unified_attention_with_output", "ulysses"),
     Seam(f"{_LAYERS}.quantization.base_config", "resolve_quant_method", "shard_rule"),

@@ -35,6 +35,7 @@ from shoal.runtime.engine.layouts.engine_config import (
 )
 from shoal.runtime.engine.layouts.full_graphs import add_full_graphs
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
+from shoal.runtime.engine.layouts.streamed_graphs import capture_streamed
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
 from shoal.runtime.engine.runner.interludes import Interludes
@@ -243,7 +244,12 @@ class LayoutLoader:
         worker = self.workers[layout]
         worker.create(f"file://{self._directory / self._directory.name}")
         self.by_sequence.prepare(worker)
-        if current_platform.is_cuda() and self.shared is None:
+        if not current_platform.is_cuda():
+            return
+        if self.shared is not None:
+            if layout == DP:
+                capture_streamed(worker.model_runner, self.shared.slots)
+        else:
             chosen = self._node.vllm.sizes_are_chosen
             most = self._node.full_graph_tokens
             worker.full_graphs = add_full_graphs(worker.model_runner, most, chosen=chosen)

@@ -401,19 +401,19 @@ def bytes_for_whole_weights(runner: ProbedRunner) -> int:
 
 def streams(runner: ProbedRunner) -> bool:
     """Return whether layers are copied into slots."""
-    slots = runner._loader.shared._slots
+    slots = runner._loader.shared.slots
     return not slots.whole.issuperset(slots.copies[DP.tp])
 
 
 def layers_in_slots(runner: ProbedRunner) -> set[int]:
     """Return the numbers of the layers that are in the slots, or on their way there."""
-    return {some.layer for some in runner._loader.shared._slots._filled if some is not None}
+    return {some.layer for some in runner._loader.shared.slots._filled if some is not None}
 
 
 def take_streamed(runner: ProbedRunner) -> dict[int, int]:
     """Return how often each layer was copied into its slot since the last look, which was not the
     first one."""
-    slots = runner._loader.shared._slots
+    slots = runner._loader.shared.slots
     if "_fill" not in vars(slots):
         fill = slots._fill
 
@@ -550,7 +550,7 @@ class _LateCopier:
 
 def read_slots_early(runner: ProbedRunner, damaged: bool) -> None:
     """Let layers compute with whatever their slots held before."""
-    slots = runner._loader.shared._slots
+    slots = runner._loader.shared.slots
     slots.copier = _LateCopier(slots.copier) if damaged else slots.copier.copier
     slots._filled = [None] * SLOTS
 
@@ -586,9 +586,9 @@ def leave_head_out(runner: ProbedRunner, damaged: bool) -> None:
     shared.stream_in(runner._workers[DP].model, DP)  # which finds all copies anew
     for name, weight in shared._weights.items():
         if damaged and weight.kind == HEAD:
-            shared._slots.copies[DP.tp][weight.layer] = []
+            shared.slots.copies[DP.tp][weight.layer] = []
             shared.whole.slot(name, 1 - weight.own).zero_()
-    shared._slots._filled = [None] * SLOTS
+    shared.slots._filled = [None] * SLOTS
 
 
 def swap_embeddings(runner: ProbedRunner, damaged: bool) -> None:

@@ -32,12 +32,15 @@ from shoal.runtime.engine.weights.rules.shards import UnviewableWeights, named
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree, SharedWeight
 from shoal.runtime.engine.weights.sharing.slot_experts import slot_experts
-from shoal.runtime.engine.weights.sharing.slots import use_weights
+from shoal.runtime.engine.weights.sharing.slots import streamed
 from shoal.runtime.engine.weights.sharing.weight_keeper import Keeper
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
 _PARTS: dict[str | None, tuple[int, ...]] = {"w1": (0,), "w3": (1,)}
 """vLLM's names of what a checkpoint may have of ``w13``: gate and up."""
+
+_IN_RUNNER = ".routed_experts"
+"""How the name of routed experts ends, which are in the ``MoERunner`` that vLLM's models call."""
 
 
 def _kept(weight: SharedWeight) -> torch.Tensor:
@@ -176,7 +179,7 @@ class SharedExperts:
         with named(name), unviewable():
             method = slot_experts(stock, viewed)
         # vLLM calls the layer as what it is in (``MoERunner.routed_experts``).
-        method.add = partial(self._add, f"{name}.routed_experts")
+        method.add = partial(self._add, f"{name}{_IN_RUNNER}")
         # vLLM's loader takes only the experts of this map.
         manager = layer.expert_map_manager = copy.copy(layer.expert_map_manager)
         manager._expert_map = self._own(layer.global_num_experts).numbers(layer.global_num_experts)
@@ -339,7 +342,7 @@ class SharedExperts:
             if layout.tp == DP.tp and target is not layer.module:
                 self._compute_all(target, name, layer)
             if layer.number not in waits:
-                target.shoal_before = partial(
-                    use_weights, tp=layout.tp, layer=layer.number, pp=layout.pp
-                )
+                # Not in the layer itself: that runs inside an operator, and in CUDA graphs.
+                runner = modules[name.removesuffix(_IN_RUNNER)]
+                runner.forward = streamed(runner.forward, layout.tp, layer.number, layout.pp)
         return numbers

@@ -98,7 +98,7 @@ class SharedLayers:
         pages: Pages,
     ) -> None:
         self._engine, self._degree, self._place = engine, degree, engine % degree.parts
-        self._slots = slots
+        self.slots = slots
         self.kept = KeptParts(engine, degree.parts, directory, memory)
         self.heads: Heads | None = None
         """What engines share of attention; None: each has all of it. To be set before layers."""
@@ -382,20 +382,20 @@ class SharedLayers:
         filling = self.whole.fill(self.kept.by_place, lent, stages)
         if filling is None:
             return partial(Filled, 0, 0, 0.0, 0.0)
-        self._slots.keep(filling)
-        return partial(filling.finish, self._slots.copier)
+        self.slots.keep(filling)
+        return partial(filling.finish, self.slots.copier)
 
     def be_whole(self) -> None:
         """Compute with whole weights where there are copies, which have been made, from now on."""
-        self._slots.settle()
+        self.slots.settle()
         self.whole.use_copies()
-        self._slots.leave_out(self.whole.layers)
+        self.slots.leave_out(self.whole.layers)
 
     def be_shared(self) -> None:
         """Stream from now on what peers keep, and give the memory of all copies of it back."""
-        self._slots.keep(None)
+        self.slots.keep(None)
         self.whole.use_slots()
-        self._slots.leave_out(())
+        self.slots.leave_out(())
 
     def stream_in(self, model: nn.Module, layout: Layout) -> None:
         """Have a layout's model stream what its engine does not keep: in layouts with few members.
@@ -407,7 +407,7 @@ class SharedLayers:
         if layout.tp >= self._degree.parts:
             return
         tp, pp = layout.tp, layout.pp
-        self._slots.copies[tp] = self._copies(tp)
+        self.slots.copies[tp] = self._copies(tp)
         modules = dict(model.named_modules())  # of a stage: those of its own layers
         here = [name for name in self._methods if name in modules]
         if layout != DP:
@@ -422,7 +422,7 @@ class SharedLayers:
         of_experts = self._experts.stream_in(modules, layout, waits)
         if pp > 1:
             numbers = sorted({self._weights[name].layer for name in here} | of_experts)
-            self._slots.stages[tp, pp] = [*numbers, *pieces]
+            self.slots.stages[tp, pp] = [*numbers, *pieces]
             known = self.whole.stages if tp == DP.tp else {}
             assert known.get(pp, {*numbers, *pieces}) == {*numbers, *pieces}, "of another stage"
         for name, number in self._mlps.items():

@@ -6,8 +6,9 @@ layer begin. They go on until that layer needs its slot. So a step takes the lon
 copying. Layers that the engine has whole need no slot, and are left out.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -96,12 +97,14 @@ class WeightSlots:
         self.stages: dict[tuple[int, int], Sequence[int]] = {}
         """The numbers of what this engine's stage computes, in its order, by the members among
         which a layer is divided and the stages of the layout. Others compute all layers."""
-        self.whole: Collection[int] = frozenset()
+        self.whole: frozenset[int] = frozenset()
         """The numbers of what has whole weights, and is not copied into slots."""
         self._known: dict[tuple[int, int, int], Sequence[int]] = {}
         """What ``_ahead`` has found, by its arguments."""
         self._filled: list[Filled | None] = [None] * SLOTS
         self._keeper: Keeper | None = None
+        self._watch: Callable[[int], None] | None = None
+        """See ``left_alone``."""
         self._read: list[Any] = [None] * SLOTS
         """For each slot, copies out of it that have begun, as ``Copier.start`` returned them."""
 
@@ -118,6 +121,9 @@ class WeightSlots:
             layer: the layer's number.
             pp: stages of the layout.
         """
+        if self._watch is not None:
+            self._watch(layer)
+            return
         if layer not in self.whole:
             filled = self._fill(tp, layer)
             self.copier.wait(filled.started)
@@ -156,6 +162,23 @@ class WeightSlots:
         """Take note of what has whole weights from now on, and so is not copied into slots."""
         self.whole = frozenset(whole)
         self._known.clear()
+
+    def streams(self, tp: int) -> bool:
+        """Return whether steps of the layout with so many members copy any layer into a slot."""
+        return not self.copies[tp].keys() <= self.whole
+
+    @contextmanager
+    def left_alone(self, watch: Callable[[int], None]) -> Iterator[None]:
+        """While active, all is computed with what happens to be in the slots.
+
+        Args:
+            watch: is told the number of each layer that would use its slot.
+        """
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
 
     def settle(self) -> None:
         """Wait for all copies, and forget what is in the slots."""
@@ -206,19 +229,19 @@ def use_weights(x: torch.Tensor, tp: int, layer: int, pp: int = 1) -> torch.Tens
 
 
 def streamed(
-    forward: Callable[[torch.Tensor], torch.Tensor], tp: int, layer: int, pp: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
+    forward: Callable[..., torch.Tensor], tp: int, layer: int, pp: int
+) -> Callable[..., torch.Tensor]:
     """Return what computes a module's output once its weights are in their slot.
 
     Args:
-        forward: of the module.
+        forward: of the module. Its first argument is what an MLP or experts compute with.
         tp: see ``WeightSlots.use``.
         layer: see ``WeightSlots.use``.
         pp: see ``WeightSlots.use``.
     """
 
-    def after_use(x: torch.Tensor) -> torch.Tensor:
-        return forward(use_weights(x, tp, layer, pp))
+    def after_use(hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        return forward(use_weights(hidden_states, tp, layer, pp), *others, **named)
 
     return after_use
 

@@ -28,15 +28,23 @@ from tests.runtime.engine.real_node import configs_of
 GRAPHS = (CUDAGraphMode.FULL_AND_PIECEWISE, [1, 2], 2)
 
 
+@pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize(
-    ("share", "layout", "captures"),
+    ("share", "layout", "streams"),
     [
-        *[(1, DP, True), (2, DP, False), (4, DP, False)],
-        *[(2, Layout(tp=2), True), (4, Layout(tp=2), False), (4, Layout(tp=4), True)],
+        *[(1, DP, False), (2, DP, True), (4, DP, True)],
+        *[(2, Layout(tp=2), False), (4, Layout(tp=2), True), (4, Layout(tp=4), False)],
+        (2, Layout(pp=2), True),
     ],
 )
-def test_layouts_that_stream_weights_have_no_graphs_and_split_where_they_wait(
-    llama: object, monkeypatch: pytest.MonkeyPatch, share: int, layout: Layout, captures: bool
+def test_layouts_that_stream_weights_split_where_they_wait_and_only_dp_has_graphs(
+    llama: object,
+    monkeypatch: pytest.MonkeyPatch,
+    share: int,
+    layout: Layout,
+    *,
+    streams: bool,
+    v2: bool,
 ) -> None:
     def with_graphs(*args: Any) -> Any:
         config = take(*args)
@@ -46,12 +54,14 @@ def test_layouts_that_stream_weights_have_no_graphs_and_split_where_they_wait(
         return config
 
     monkeypatch.setattr(module, "take", with_graphs)
-    configs = configs_of(str(llama), 4)
-    node = NodeConfig(4, 4, "manual", "unused", configs, share_weights=share)
+    monkeypatch.setattr(module, "can_have_graphs", lambda _: v2)
+    configs = configs_of(str(llama), 4, max_pp=2)
+    node = NodeConfig(4, 4, "manual", "unused", configs, share_weights=share, max_pp=2)
     made = engine_config(node, layout, UnitExecutor).compilation_config
     found = made.cudagraph_mode, made.cudagraph_capture_sizes, made.max_cudagraph_capture_size
+    captures = not streams or (layout == DP and v2)
     assert found == (GRAPHS if captures else (CUDAGraphMode.NONE, [], 0))
-    assert made.splitting_ops == ["vllm::attention", *([] if captures else [OPERATOR])]
+    assert made.splitting_ops == ["vllm::attention", *([OPERATOR] if streams else [])]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Experts of which engines keep a range each, held against a layer that has all."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -150,9 +151,12 @@ def test_an_engine_keeps_its_experts_and_dp_computes_all(form: str, place: int, 
     slots = WeightSlots(HostCopier())
     slots.copies = {DP.tp: {0: []}}
     stream_by(slots)
-    assert shared.stream_in({LAYER: layer.routed}, DP, set()) == {0}
-    torch.testing.assert_close(output(layer), output(stock), rtol=1e-5, atol=1e-4)
-    assert slots._filled[0] is not None, "the layer waits for its slot"
+    runner: Any = SimpleNamespace(forward=lambda *_, **__: output(layer))
+    assert shared.stream_in({LAYER: layer.routed, "experts": runner}, DP, set()) == {0}
+    assert slots._filled[0] is None
+    found = runner.forward(hidden_states=torch.zeros(7, HIDDEN), router_logits=torch.zeros(7, 8))
+    torch.testing.assert_close(found, output(stock), rtol=1e-5, atol=1e-4)
+    assert slots._filled[0] is not None, "what vLLM's models call waits for the slot"
     for part in parts:
         for key in keeper.weights:
             if "w2_" in key:
