@@ -1,11 +1,23 @@
 """Which copies begin when, and what waits for them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from vllm.compilation.backends import split_graph
 
-from shoal.runtime.engine.weights.sharing.slots import Copier, Copy, HostCopier, WeightSlots
+from shoal.policies.values.layouts import DP
+from shoal.runtime.engine.weights.sharing.slots import (
+    OPERATOR,
+    Copier,
+    Copy,
+    HostCopier,
+    WeightSlots,
+    stream_by,
+    streamed,
+)
 
 
 class Recorder:
@@ -218,3 +230,68 @@ def test_the_thread_copies_in_order_and_tells_of_errors() -> None:
     assert target.tolist() == [7.0, 5.0]
     with pytest.raises(RuntimeError, match="must match"):
         copier.wait(copier.start([Copy(target, torch.ones(3))]))
+
+
+def test_slots_that_are_left_alone_are_neither_filled_nor_waited_for() -> None:
+    recorder, watched = Recorder(), list[int]()
+    made = slots(recorder, 3)
+    with made.left_alone(watched.append):
+        for layer in range(3):
+            made.use(1, layer)
+    assert (recorder.take(), watched) == ([], [0, 1, 2])
+    made.use(1, 0)
+    assert (recorder.take(), watched) == (["start 10", "wait 10", "start 11"], [0, 1, 2])
+
+
+def test_a_layout_streams_as_long_as_one_of_its_layers_is_not_whole() -> None:
+    made = slots(Recorder(), 3)
+    assert made.streams(1)
+    made.leave_out({0, 2})
+    assert made.streams(1)
+    made.leave_out({0, 1, 2})
+    assert not made.streams(1)
+    made.leave_out(())
+    assert made.streams(1)
+
+
+class Experts(nn.Module):
+    """Is called as vLLM's models call theirs."""
+
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        return hidden_states * 2 + router_logits
+
+
+class ModelOfExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([Experts(), Experts()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(hidden_states=x, router_logits=self.gate(x))
+        return x
+
+
+def test_a_compiled_model_is_divided_where_it_waits() -> None:
+    """Each wait is a piece of its own, so no CUDA graph of the others has one in it."""
+    whole, model = ModelOfExperts(), ModelOfExperts()
+    model.load_state_dict(whole.state_dict())
+    made = WeightSlots(HostCopier())
+    made.copies = {DP.tp: {0: [], 1: []}}
+    stream_by(made)
+    for number, layer in enumerate(model.layers):
+        layer.forward = streamed(layer.forward, DP.tp, number, DP.pp)
+    divided: list[tuple[bool, bool]] = []
+
+    def compile_pieces(graph: torch.fx.GraphModule, _: Any) -> Any:
+        pieces, found = split_graph(graph, [OPERATOR])
+        for each in found:
+            waits = ["use_weights" in str(node.target) for node in each.graph.graph.nodes]
+            divided.append((each.is_splitting_graph, any(waits)))
+        return pieces
+
+    x = torch.randn(3, 4)
+    y = torch.compile(model, backend=compile_pieces, fullgraph=True)(x)
+    assert torch.equal(y, whole(x))
+    assert divided == [(False, False), (True, True), (False, False), (True, True), (False, False)]
