@@ -164,7 +164,8 @@ class Node:
 
     @property
     def _has_full_graphs(self) -> bool:
-        return self.full_graphs and self.share_weights == 1
+        narrowest = 2  # groups of fewer members than share weights stream, and have no graphs
+        return self.full_graphs and self.share_weights <= narrowest
 
     @property
     def _captured_tokens(self) -> int:

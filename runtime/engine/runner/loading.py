@@ -35,7 +35,7 @@ from shoal.runtime.engine.layouts.engine_config import (
 )
 from shoal.runtime.engine.layouts.full_graphs import add_full_graphs
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
-from shoal.runtime.engine.layouts.streamed_graphs import capture_streamed
+from shoal.runtime.engine.layouts.streamed_graphs import can_have_graphs, capture_streamed
 from shoal.runtime.engine.link.executor import UnitExecutor
 from shoal.runtime.engine.runner.device_memory import MemoryPhases, leave_in_use
 from shoal.runtime.engine.runner.interludes import Interludes
@@ -244,15 +244,18 @@ class LayoutLoader:
         worker = self.workers[layout]
         worker.create(f"file://{self._directory / self._directory.name}")
         self.by_sequence.prepare(worker)
-        if not current_platform.is_cuda():
-            return
-        if self.shared is not None:
-            if layout == DP:
+        if current_platform.is_cuda():
+            self._add_graphs(worker)
+
+    def _add_graphs(self, worker: LayoutWorker) -> None:
+        """Let a layout capture more CUDA graphs than vLLM's own, or others."""
+        if self.shared is not None and worker.layout == DP:
+            if can_have_graphs(worker.config):
                 capture_streamed(worker.model_runner, self.shared.slots)
-        else:
-            chosen = self._node.vllm.sizes_are_chosen
-            most = self._node.full_graph_tokens
-            worker.full_graphs = add_full_graphs(worker.model_runner, most, chosen=chosen)
+            return
+        # A layout of which members stream has no graphs at all.
+        most, chosen = self._node.full_graph_tokens, self._node.vllm.sizes_are_chosen
+        worker.full_graphs = add_full_graphs(worker.model_runner, most, chosen=chosen)
 
     def _load_weights(self, layout: Layout) -> None:
         worker = self.workers[layout]

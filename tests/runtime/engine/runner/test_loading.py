@@ -30,6 +30,8 @@ CONFIG: Any = SimpleNamespace(
     ),
 )
 
+FULL = "steps with prompts"
+
 
 def loader(max_sp: int, *, sizes_are_chosen: bool = False) -> LayoutLoader:
     configs = LayoutConfigs({}, sizes_are_chosen=sizes_are_chosen)
@@ -51,6 +53,31 @@ def test_memory_is_kept_for_the_layouts_beyond_dp() -> None:
 def test_memory_is_kept_for_what_encoders_of_layouts_beyond_dp_make() -> None:
     with patch.object(loading, "encoder_cache_bytes", lambda _: 1000):
         assert loader(1)._reserved() == 2 * (LAYOUT_BYTES + 1000)
+
+
+@pytest.mark.parametrize(
+    ("shared", "layout", "v2", "expected"),
+    [
+        (False, DP, True, FULL),
+        (False, Layout(tp=2), True, FULL),
+        (True, Layout(tp=2), True, FULL),
+        (True, DP, True, "pieces"),
+        (True, DP, False, None),
+    ],
+)
+def test_dp_has_other_graphs_where_engines_share_weights(
+    *, shared: bool, layout: Layout, v2: bool, expected: str | None
+) -> None:
+    node, found = loader(1), list[str]()
+    node.shared = SimpleNamespace(slots=None) if shared else None  # type: ignore[assignment]
+    worker: Any = SimpleNamespace(layout=layout, config=None, model_runner=None)
+    with (
+        patch.object(loading, "add_full_graphs", lambda *_, **__: found.append(FULL)),
+        patch.object(loading, "capture_streamed", lambda *_: found.append("pieces")),
+        patch.object(loading, "can_have_graphs", lambda _: v2),
+    ):
+        node._add_graphs(worker)
+    assert found == ([] if expected is None else [expected])
 
 
 class Loaded:
