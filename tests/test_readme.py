@@ -209,12 +209,21 @@ def said_of_one_gpu(results: Results) -> list[str]:
 
 
 def said_of_a_carry(results: Results) -> list[str]:
-    """Return the same of the latest switches that carried running requests."""
+    """Return the same of switches that carried running requests."""
     eight = results["carries"]["8x4096"]
     assert eight["prefilled_again"] == 0, "a prompt was computed again"
     more = sorted(eight[way]["beyond_step"]["p50"] * 1e3 for way in ("bind", "release"))
     added = f"adds {more[0]:.0f} to {more[1]:.0f} ms in the median"
     return [f"carries eight running requests of 4,096 tokens {added}"]
+
+
+def said_of_later_carries(results: Results) -> list[str]:
+    """Return the same of such switches beside idle servers."""
+    (server,) = (one for one in results.values() if isinstance(one, dict))
+    (eight,) = (step["value"] for step in server["steps"] if step["step"] == "moved:8:4096:20")
+    assert eight["prefilled_again"] == 0, "a prompt was computed again"
+    more = sorted(eight[way]["beyond_step"]["p50"] * 1e3 for way in ("bind", "release"))
+    return [f"a switch with these requests added {more[0]:.0f} to {more[1]:.0f} ms"]
 
 
 def said_of_an_idle_switch(results: Results) -> list[str]:
@@ -231,6 +240,7 @@ DERIVED: tuple[tuple[str, Callable[[Results], list[str]]], ...] = (
     ("2xh200-o", said_of_the_other_static_layout),
     ("1xh200", said_of_one_gpu),
     ("2xh200-i", said_of_a_carry),
+    ("2xh200-p", said_of_later_carries),
     ("2xh200-c", said_of_an_idle_switch),
 )
 """The page that the README names as the source of a sentence, and what the sentence must say."""
