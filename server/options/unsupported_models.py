@@ -110,9 +110,6 @@ def check_adapted_model(config: Any) -> None:
     problems = {
         "it has routed experts": model.is_moe,
         "it has latent attention (MLA)": model.use_mla,
-        f"it is quantised ({model.quantization})": (
-            model.quantization is not None and not repacks(config)
-        ),
     }
     for problem, holds in problems.items():
         if holds and config.lora_config is not None:

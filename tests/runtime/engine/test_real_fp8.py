@@ -1,7 +1,8 @@
 """FP8 weights and an FP8 KV cache on real engines: DP is stock's, TP views the weights.
 
 Per-channel scales, as compressed-tensors writes them, are what vLLM's CPU build can serve. The
-model has one KV head, which both members of the group hold.
+model has one KV head, which both members of the group hold. Adapters (LoRA) go with such weights,
+too.
 """
 
 import json
@@ -12,22 +13,28 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.lora.request import LoRARequest
 
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
+from shoal.runtime.config import Adapter
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
+from tests.random_adapter import write_adapter
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
+from tests.runtime.engine import test_real_repacked as repacked
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
+from tests.runtime.engine.test_real_repacked import LORA
 from tests.units import tp
 
 PROMPTS = random_prompts((5, 17, 31, 32, 33, 64, 90, 130, 40, 70, 12, 100), seed=11)
 GROUP = tp(0, 1)
 TOKENS = 16
 DTYPE = "bfloat16"
+SPEC = CheckpointSpec(layers=2, kv_heads=1, seed=1)
 KV = {"kv_cache_dtype": "fp8"}
 QUANTISED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -77,7 +84,7 @@ def quantised(model: Path, directory: Path) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("fp8")
-    write_checkpoint(directory / "whole", CheckpointSpec(layers=2, kv_heads=1, seed=1))
+    write_checkpoint(directory / "whole", SPEC)
     return quantised(directory / "whole", directory / "model")
 
 
@@ -164,3 +171,24 @@ def test_fp8_kv_of_one_head_is_carried_to_both_members_and_back(
 
 def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
     assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "tp2": 0}] * 2
+
+
+def test_adapters_go_with_fp8_weights(model: Path, tmp_path: Path) -> None:
+    """DP's tokens are stock's. TP2's are those of stock's TP2, but for near ties, which come late.
+
+    Every second request has the adapter, which is not quantised.
+    """
+    write_adapter(tmp_path / "adapter", SPEC, seed=3)
+    adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
+    adapters = [None, adapter] * (len(repacked.PROMPTS) // 2)
+    alone_tokens = repacked.stock_alone(model, adapters, **LORA)
+    pair_tokens = repacked.stock_pair(model, adapters, **LORA)
+    named = [Adapter(adapter.lora_name, adapter.lora_path)]
+    with RealNode(model, 2, dtype=DTYPE, adapters=named, **LORA) as node:
+        assert repacked.by_engines(node, adapters) == alone_tokens
+        assert repacked.by_engines(node, repacked.NONE)[1] != alone_tokens[1], "it changes tokens"
+        with node.bound(GROUP):
+            assert repacked.alike(repacked.by_pair(node, adapters), pair_tokens)
+            assert not repacked.alike(repacked.by_pair(node), pair_tokens), "without the adapter"
+        assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "tp2": 0}] * 2
+        assert node.audit() == []

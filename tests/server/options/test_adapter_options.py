@@ -88,29 +88,32 @@ def test_without_adapters_vllms_arguments_stay() -> None:
     assert (args.max_loras, args.max_cpu_loras) == (1, None)
 
 
+@pytest.mark.parametrize("quantization", [None, "fp8", "auto_gptq", "auto_awq"])
+def test_dense_models_may_have_adapters(quantization: str | None) -> None:
+    check_adapted_model(adapted(quantization=quantization))
+
+
+def adapted(lora: object = SimpleNamespace(), **kind: Any) -> Any:
+    """Return vLLM's configuration of a dense model with adapters, but for what is given."""
+    plain = {"model": "m", "is_moe": False, "use_mla": False, "quantization": None}
+    return SimpleNamespace(
+        lora_config=lora,
+        model_config=SimpleNamespace(**plain | kind),
+        quant_config=None,
+    )
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
         ({"is_moe": True}, "it has routed experts"),
         ({"use_mla": True}, "it has latent attention (MLA)"),
-        ({"quantization": "fp8"}, "it is quantised (fp8)"),
     ],
 )
 def test_adapters_of_other_models_are_refused_with_the_reason(
     kind: dict[str, Any], why: str
 ) -> None:
-    plain = {"model": "m", "is_moe": False, "use_mla": False, "quantization": None}
-    config = SimpleNamespace(
-        lora_config=SimpleNamespace(),
-        model_config=SimpleNamespace(**plain | kind),
-        quant_config=None,
-    )
     with pytest.raises(UserError) as caught:
-        check_adapted_model(config)
+        check_adapted_model(adapted(**kind))
     assert str(caught.value) == f"--enable-lora: not supported for m: {why}"
-    config.lora_config = None
-    check_adapted_model(config)
-    config.lora_config = SimpleNamespace()
-    for served in (None, "auto_gptq", "auto_awq"):
-        config.model_config = SimpleNamespace(**plain | {"quantization": served})
-        check_adapted_model(config)
+    check_adapted_model(adapted(lora=None, **kind))
