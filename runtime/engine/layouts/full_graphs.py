@@ -24,28 +24,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 
 from shoal.runtime.engine.agent.full_graph_steps import MOST_REQUESTS, has_full_graph
 from shoal.runtime.engine.layouts.calls_within import call_within
+from shoal.runtime.engine.layouts.graph_sizes import full_sizes
 from shoal.runtime.protocol.messages import Mode
-
-SPACING = 16
-"""Sizes of vLLM's own that are no multiple of this are left out: it has twice as many."""
-LARGER_SPACING = 64
-"""Tokens from one size to the next above the largest of vLLM's own."""
-
-
-def full_sizes(own: Sequence[int], most: int, *, chosen: bool = False) -> list[int]:
-    """Return for how many tokens full graphs of steps with prompts are captured.
-
-    Args:
-        own: sizes for which vLLM captures piecewise graphs.
-        most: tokens of the largest step that is to have one.
-        chosen: whether somebody chose those sizes, and so wants no others.
-    """
-    fitting = sorted(size for size in own if size <= most)
-    if chosen:
-        return fitting
-    first = (max(own) // LARGER_SPACING + 1) * LARGER_SPACING
-    larger = range(first, most + 1, LARGER_SPACING)
-    return [*(size for size in fitting if size % SPACING == 0), *larger]
 
 
 class FullGraphs:

@@ -19,33 +19,11 @@ from vllm.forward_context import BatchDescriptor
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 
 from shoal.runtime.engine.layouts.calls_within import call_within
+from shoal.runtime.engine.layouts.graph_sizes import larger_sizes
 
 LARGEST_SHARE = 2048
 """Tokens above which no graphs are captured. In a prefill with shares of this size, without graphs,
 the device was idle for 6 % of the time (8B Llama shape, four H200s): the host is ahead of it."""
-
-SMALLEST_STEP = 8
-"""The fewest tokens from one size to the next, as between most of vLLM's own sizes."""
-
-
-def larger_sizes(largest: int, most: int) -> list[int]:
-    """Return sizes above ``largest`` for up to ``most`` tokens, which is the last of them.
-
-    Each is at most an eighth, or ``SMALLEST_STEP`` tokens, larger than the one before: as much of a
-    share may be padding. Above 512 tokens that is every 64, above 1,024 every 128.
-
-    Args:
-        largest: tokens of the largest graph that there is.
-        most: tokens of the largest graph that there should be.
-    """
-    sizes: list[int] = []
-    size = largest
-    while size < most:
-        eighth = (1 << size.bit_length() - 1) // 8  # of the power of two below
-        step = max(SMALLEST_STEP, eighth)
-        size = min((size // step + 1) * step, most)
-        sizes.append(size)
-    return sizes
 
 
 def wanted_sizes(config: VllmConfig, most: int) -> list[int]:

@@ -14,7 +14,6 @@ from shoal.runtime.engine.agent.full_graph_steps import LONGEST_CONTEXT, MOST_RE
 from shoal.runtime.engine.layouts.full_graphs import (
     FullGraphs,
     add_full_graphs,
-    full_sizes,
 )
 from shoal.runtime.engine.sequence.capture_sizes import capture_also
 from shoal.runtime.protocol.messages import Mode
@@ -47,21 +46,7 @@ def step(
     return output, mode
 
 
-# --- which steps, and which sizes ---
-
-
-@pytest.mark.parametrize(
-    ("own", "most", "sizes"),
-    [
-        pytest.param(OWN_SIZES, 1024, MIXED, id="by default"),
-        pytest.param(OWN_SIZES, 700, [*OWN_MIXED, 576, 640], id="short steps"),
-        pytest.param(OWN_SIZES, 100, [16, 32, 48, 64, 80, 96], id="very short steps"),
-        pytest.param([1, 2, 4, 8], 128, [64, 128], id="small graphs only"),
-        pytest.param([16, 2048], 1024, [16], id="vLLM's own are larger"),
-    ],
-)
-def test_sizes_reach_up_to_the_longest_steps(own: list[int], most: int, sizes: list[int]) -> None:
-    assert full_sizes(own, most) == sizes
+# --- which steps ---
 
 
 @pytest.mark.parametrize(
@@ -92,11 +77,6 @@ def test_none_may_where_none_was_captured() -> None:
     graphs = FullGraphs(MIXED)
     graphs.expect(*step(20, 300))
     assert not graphs.allowed
-
-
-def test_chosen_sizes_are_all_that_there_are() -> None:
-    assert full_sizes([100, 8, 2048], 1024, chosen=True) == [8, 100]
-    assert full_sizes([2048], 1024, chosen=True) == []
 
 
 # --- capture and dispatch by vLLM's manager ---

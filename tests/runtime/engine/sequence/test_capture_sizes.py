@@ -3,7 +3,6 @@
 import gc
 import weakref
 from contextlib import nullcontext
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +17,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from shoal.runtime.engine.sequence.capture_sizes import (
-    SMALLEST_STEP,
     capture_also,
-    larger_sizes,
     wanted_sizes,
 )
 
@@ -51,28 +48,6 @@ def graph_config(
 
 
 # --- sizes ---
-
-
-@pytest.mark.parametrize(
-    ("largest", "most", "sizes"),
-    [
-        pytest.param(512, 2048, LARGER, id="as vLLM's end by default"),
-        pytest.param(512, 700, [576, 640, 700], id="the last is no more than is wanted"),
-        pytest.param(512, 512, [], id="enough"),
-        pytest.param(1024, 500, [], id="more than enough"),
-        pytest.param(1000, 1400, [1024, 1152, 1280, 1400], id="on round numbers"),
-        pytest.param(16, 50, [24, 32, 40, 48, 50], id="few sequences"),
-    ],
-)
-def test_sizes_go_on_where_vllms_end(largest: int, most: int, sizes: list[int]) -> None:
-    assert larger_sizes(largest, most) == sizes
-
-
-@pytest.mark.parametrize("largest", [1, 2, 60, 128, 250, 511, 512, 1024])
-def test_padding_is_an_eighth_at_most(largest: int) -> None:
-    sizes = [largest, *larger_sizes(largest, 2048)]
-    assert sizes[-1] == 2048
-    assert all(0 < after - size <= max(size / 8, SMALLEST_STEP) for size, after in pairwise(sizes))
 
 
 @pytest.mark.parametrize("mode", MODES)
