@@ -61,9 +61,12 @@ LONG = (
 """What processes are given first, as ``process_of`` names it: begun last, one of these would keep
 one process at work for minutes after the other has ended."""
 
-settings.register_profile("shoal", deadline=None, derandomize=True, database=None)
-settings.register_profile("quick", settings.get_profile("shoal"), max_examples=15)
-settings.load_profile("shoal")  # make quick asks for the other one
+settings.register_profile(
+    "shoal", deadline=None, derandomize=True, database=None, max_examples=40
+)
+settings.register_profile("quick", settings.get_profile("shoal"), max_examples=15)  # make quick
+settings.register_profile("deep", settings.get_profile("shoal"), max_examples=300)
+settings.load_profile("shoal")  # the others are asked for
 
 
 @pytest.hookimpl(tryfirst=True)
