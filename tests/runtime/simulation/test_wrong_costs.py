@@ -23,7 +23,8 @@ Truth = Callable[[Layout, Batch, float], float]
 """Maps a step and its simulated seconds to those that it takes."""
 SHAPE, H200 = read_shape("llama-3-8b-bf16"), read_hardware("h200")
 TP2 = Layout(tp=2)
-QUIET_AT = 9.0
+CROWD_SECONDS = 3.0
+QUIET_AT = 6.0
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,10 @@ def node(truth: Truth, believed: Truth | None = None) -> Perturbed:
 
 
 def crowd_and_quiet(quiet_seconds: float) -> Iterator[Arrival]:
-    """Yield five seconds of many requests, for which DP is best, and then a few per second."""
+    """Yield three seconds of many requests, for which DP is best, and then a few per second."""
     rng = random.Random(0)
     crowd = poisson(rng, Lengths((100, 400), (80, 160)), rate=170.0)
-    yield from takewhile(lambda one: one.at < 5.0, crowd)
+    yield from takewhile(lambda one: one.at < CROWD_SECONDS, crowd)
     for one in poisson(rng, Lengths((300, 1500), (100, 300)), rate=3.5):
         if one.at > quiet_seconds:
             return
