@@ -1,5 +1,6 @@
 """Settings of every test: no network, one thread per model, no clock, the same draws each time."""
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,9 +62,9 @@ LONG = (
 """What processes are given first, as ``process_of`` names it: begun last, one of these would keep
 one process at work for minutes after the other has ended."""
 
-settings.register_profile(
-    "shoal", deadline=None, derandomize=True, database=None, max_examples=40
-)
+_numbers = itertools.count()
+
+settings.register_profile("shoal", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.register_profile("quick", settings.get_profile("shoal"), max_examples=15)  # make quick
 settings.register_profile("deep", settings.get_profile("shoal"), max_examples=300)
 settings.load_profile("shoal")  # the others are asked for
@@ -121,6 +122,13 @@ def shared_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep whatever follows XDG inside the test's directory."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def private_cache(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keep whatever follows XDG in a directory of the test's own.
+
+    It is made only if something is kept. It is not in ``tmp_path``, which few tests need: to make
+    one, pytest looks at those of all tests before it.
+    """
+    directory = tmp_path_factory.getbasetemp() / f"cache-{next(_numbers)}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory))
