@@ -8,8 +8,8 @@
 #   PORT         port of `make serve`
 #   ARGS         more arguments for `shoal serve`
 #   PYTEST_ARGS  more arguments for pytest
-#   PYTEST_PROCESSES  processes that run tests (4; 2 for `make quick`); two of them run all with real
-#                     engines, and the others compute while these wait
+#   PYTEST_PROCESSES  processes that run tests (3; 2 for `make quick`); two of them run all with real
+#                     engines, and a third one computes while these wait
 #
 # docs/contributing.md lists variables of the environment with which tests go deeper.
 #
@@ -22,7 +22,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
-PYTEST_PROCESSES ?= $(if $(filter quick,$(MAKECMDGOALS)),2,4)
+PYTEST_PROCESSES ?= $(if $(filter quick,$(MAKECMDGOALS)),2,3)
 
 TORCH := torch==2.13.0
 UV := uv==0.13.8
