@@ -43,9 +43,9 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 serve: setup
 	@exec $(BIN)/shoal serve $(ARGS)
 
-# pytest rewrites each assertion: 20 s for all modules, in each process. So one process does that first, beside
-# mypy, which takes one core, and keeps it (PYTHONDONTWRITEBYTECODE would forbid that) for all of them. What it
-# cannot collect, they tell.
+# pytest rewrites the assertions of all modules, which takes each process 20 s. So one process does that first,
+# beside mypy, which takes one core. Its files are kept for the others (PYTHONDONTWRITEBYTECODE would forbid
+# that). It says nothing of a test that it cannot collect, because the run of the tests says so.
 test: style
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 & \
 		$(BIN)/mypy; code=$$?; wait; exit $$code

@@ -9,8 +9,8 @@ SPACING = 16
 LARGER_SPACING = 64
 """Tokens from one size to the next above the largest of vLLM's own."""
 EVENLY_SPACED = 1024
-"""Tokens above which sizes are an eighth apart (``larger_sizes``): so many of 64 would be too many
-graphs."""
+"""Tokens above which sizes are an eighth apart (``larger_sizes``). With a size for every 64 tokens
+there would be 112 graphs more up to 8,192 tokens, instead of 24."""
 
 
 def larger_sizes(largest: int, most: int) -> list[int]:

@@ -253,7 +253,7 @@ class LayoutLoader:
             if can_have_graphs(worker.config):
                 capture_streamed(worker.model_runner, self.shared.slots)
             return
-        # A layout of which members stream has no graphs at all.
+        # A group whose members stream has no CUDA graphs (``engine_config``), and gets none here.
         most, chosen = self._node.full_graph_tokens, self._node.vllm.sizes_are_chosen
         worker.full_graphs = add_full_graphs(worker.model_runner, most, chosen=chosen)
 
