@@ -3,7 +3,11 @@
 from argparse import Namespace, _ActionsContainer
 from typing import Any
 
-from shoal.runtime.config import FULL_GRAPH_TOKENS, MIXED_STEP_TOKENS
+from shoal.runtime.config import (
+    EXPERTS_FULL_GRAPH_TOKENS,
+    FULL_GRAPH_TOKENS,
+    MIXED_STEP_TOKENS,
+)
 
 
 def add_mixed_option(group: _ActionsContainer) -> None:
@@ -25,10 +29,17 @@ def add_full_graph_option(group: _ActionsContainer) -> None:
         "--full-graph-tokens",
         type=int,
         metavar="TOKENS",
-        default=FULL_GRAPH_TOKENS,
         help="steps with prompts of up to so many tokens are launched at once, by a full CUDA "
-        "graph, where vLLM launches them piece by piece; 0: none is (default: %(default)s)",
+        "graph, where vLLM launches them piece by piece; 0: none is (default: "
+        f"{FULL_GRAPH_TOKENS}, {EXPERTS_FULL_GRAPH_TOKENS} for models with experts)",
     )
+
+
+def settle_full_graphs(args: Namespace, *, has_experts: bool) -> None:
+    """Choose for how many tokens steps with prompts get full graphs, if nobody has."""
+    if args.full_graph_tokens is None:
+        default = EXPERTS_FULL_GRAPH_TOKENS if has_experts else FULL_GRAPH_TOKENS
+        args.full_graph_tokens = default
 
 
 def step_settings(args: Namespace) -> dict[str, Any]:

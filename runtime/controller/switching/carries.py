@@ -88,33 +88,32 @@ class Carries:
 
     # --- begin --------------------------------------------------------------------------------
 
-    def copy_ahead(self, cores: Iterable[CoreBook], units: Iterable[Unit]) -> bool:
-        """Begin to copy ahead of the carries of some cores, if there is enough to copy.
-
-        What is cached of requests that have ended goes, too, as far as there is room for it.
-
-        Returns:
-            Whether anything is copied. If so, ``begin`` follows when ``copies_ahead`` is false.
-        """
-        if not self._precopy_tokens:
-            return False
-        running = {core.unit: core for core in reachable(cores, self._engines)}
+    def copy_caches(self, units: Iterable[Unit]) -> bool:
+        """Begin to copy the caches of ended requests that find room; return whether any go."""
         ended = self._ahead.ended(units := tuple(units))
-        tokens = sum(core.figures.prompt_tokens for core in running.values())
-        tokens += sum(one.seen.prompt_tokens for one in chain(*ended.values()))
-        if tokens < self._precopy_tokens:
+        tokens = sum(request.seen.prompt_tokens for request in chain(*ended.values()))
+        if not 0 < self._precopy_tokens <= tokens:
+            return False
+        destinations, begun = Destinations(self._books, self._capacity, units), list[Carry]()
+        for source, requests in ended.items():
+            spread = destinations.spread(source, requests)
+            begun += [self._expect(source, u, (), SWITCH, spread[u]) for u in sorted(spread)]
+        self._ahead.begin(begun)
+        return self.copies_ahead
+
+    def copy_ahead(self, cores: Iterable[CoreBook], units: Iterable[Unit]) -> bool:
+        """Begin to copy ahead of the carries of some cores; return whether there is enough."""
+        running = list(reachable(cores, self._engines))
+        tokens = sum(core.figures.prompt_tokens for core in running)
+        if not 0 < self._precopy_tokens <= tokens:
             return False
         self._destinations = Destinations(self._books, self._capacity, units, self.apart)
         begun: list[Carry] = []
-        for source in dict.fromkeys((*running, *ended)):
-            requests = running[source].requests.values() if source in running else ()
-            innocent = [request for request in requests if not request.suspect]
-            divided = self._destinations.divide(source, innocent)
-            spread = self._destinations.spread(source, ended.get(source, ()))
-            begun += [
-                self._expect(source, unit, divided.get(unit, ()), SWITCH, spread.get(unit, ()))
-                for unit in sorted({unit for unit in divided if unit} | spread.keys())
-            ]
+        for core in running:
+            innocent = [request for request in core.requests.values() if not request.suspect]
+            divided = self._destinations.divide(core.unit, innocent)
+            able = sorted(unit for unit in divided if unit is not None)
+            begun += [self._expect(core.unit, unit, divided[unit], SWITCH) for unit in able]
         self._ahead.begin(begun)
         return self.copies_ahead
 

@@ -142,7 +142,7 @@ class PreCopies:
                 found[unit] = self._requests.ended.choose(unit, state.portable_tokens)
         return {unit: requests for unit, requests in found.items() if requests}
 
-    def begin(self, carries: Iterable[Carry]) -> None:
+    def begin(self, carries: Sequence[Carry]) -> None:
         """Begin to copy ahead of carries; their destinations have been told what to expect.
 
         Groups that are about to be released make room first. What they give back is with their
@@ -209,8 +209,7 @@ class PreCopies:
         """Go on with the carries to a unit that has been lent blocks, or needs none.
 
         Requests of several sources that find no room together take turns (``carries.py``). They are
-        not copied ahead, because what one source has ahead would take the room of all. Before that
-        what is cached of ended requests is left out.
+        not copied ahead, because what one source has ahead would take the room of all.
         """
         if self._leases.grows(destination) and destination not in self._units.bound:
             return
@@ -218,9 +217,6 @@ class PreCopies:
         is_new = destination.is_group and destination not in self._units.bound
         if is_new and len(lending) > 1:
             opened = self._leases.opened.get(destination, 0)
-            if opened < self._filled(destination, lending):
-                for ahead in lending:
-                    ahead.pinned = [request for request in ahead.pinned if not request.is_prefix]
             if opened < self._filled(destination, lending):
                 for ahead in lending:
                     self._end(ahead, "nothing")

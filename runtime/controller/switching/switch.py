@@ -91,7 +91,9 @@ class Switch:
         waits = rules.waits and (gives_up or wait > 0)
         self._carries = rules.carries or (rules.lasts and not waits)
         self._plan(target, m.Treatment.SEQUENTIAL if waits else m.Treatment.HARD)
-        self._is_ahead = rules.carries and node.carries.copy_ahead(self._homeless(target), target)
+        copies = (self._copy_caches, self._copy_running) if rules.carries else ()
+        self._copies = iter(copies)
+        self._is_ahead = self._copies_ahead()
         if not self._is_ahead:
             self._free_engines(waits=waits)
             self._start()
@@ -166,6 +168,19 @@ class Switch:
         for unit in target:
             if unit.is_group and unit not in before:
                 self._moves.append(Move(unit, units.next_epoch(), WAITING, told, self.counts))
+
+    def _copies_ahead(self) -> bool:
+        """Begin the next pre-copies; return False if there are none left.
+
+        Caches go first: what running requests fill meanwhile is then copied ahead with the rest.
+        """
+        return any(begin() for begin in self._copies)
+
+    def _copy_caches(self) -> bool:
+        return self._node.carries.copy_caches(self.target)
+
+    def _copy_running(self) -> bool:
+        return self._node.carries.copy_ahead(self._homeless(self.target), self.target)
 
     def _free_engines(self, *, waits: bool) -> None:
         """Carry or move the requests that the treatment does not leave where they are."""
@@ -300,9 +315,10 @@ class Switch:
         """Act on answers that did not come in time."""
         now = self._node.env.clock()
         if self._is_ahead and not self._node.carries.copies_ahead:
-            self._is_ahead = False
-            self._free_engines(waits=False)
-            self._start()
+            self._is_ahead = self._copies_ahead()
+            if not self._is_ahead:
+                self._free_engines(waits=False)
+                self._start()
         for move in self._open_moves():
             if move.deadline is not None and move.deadline <= now:
                 self._time_out(move)

@@ -14,6 +14,7 @@ from shoal.runtime.engine.agent.binding import Binding, State
 from shoal.runtime.engine.agent.carrying import Carrying
 from shoal.runtime.engine.agent.copying_ahead import CopyingAhead
 from shoal.runtime.engine.agent.forming import POLL_SECONDS, Forming
+from shoal.runtime.engine.agent.garbage import Garbage, collect_only_young
 from shoal.runtime.engine.agent.interface import Core, EngineBackend
 from shoal.runtime.engine.agent.lending import Lending
 from shoal.runtime.engine.agent.moving import Moving
@@ -35,6 +36,7 @@ class Agent:
         clock: seconds; injected so that tests own it.
         startup: what the engine's start took, reported once.
         watch: judges steps that take long; None: no step is judged.
+        garbage: collects the process's garbage; None: Python does.
     """
 
     def __init__(
@@ -45,11 +47,13 @@ class Agent:
         clock: Clock = monotonic,
         startup: m.Startup | None = None,
         watch: StepWatch | None = None,
+        garbage: Garbage | None = None,
     ) -> None:
         self.engine = backend.engine
         self._backend = backend
         self._transport = transport
         self._watch = watch or StepWatch(None)
+        self._garbage = garbage
         self.binding = Binding(backend, transport, self._watch, clock)
         """Where the engine stands."""
         self._stepping = Stepping(backend, transport, self._watch, clock)
@@ -77,6 +81,10 @@ class Agent:
             for core in self.binding.serving
             if not any(part.holds(core) for part in (self._moving, self._carrying, self._resizing))
         ]
+
+    @property
+    def _is_idle(self) -> bool:
+        return not any(core.num_requests for core in self._backend.cores.values())
 
     def run(self) -> None:
         """Serve until the process is ended.
@@ -117,6 +125,8 @@ class Agent:
             self.binding.reach_safe_point()
             self._lending.tend()
             self._stepping.publish()
+            if self._garbage is not None:
+                self._garbage.tend(idle=self._is_idle)
         except Exception as error:
             cause = m.DeathCause.HUNG if isinstance(error, HungStepError) else m.DeathCause.FAILED
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -238,6 +248,7 @@ class Agent:
             self._stepping.due_in(),
             self._lending.due_in(),
             self._carrying.due_in(),
+            self._garbage.due_in() if self._garbage is not None else None,
         )
         return min((seconds for seconds in due if seconds is not None), default=None)
 
@@ -266,4 +277,5 @@ def serve(backend: EngineBackend, config: NodeConfig, incarnation: int, startup:
         return compiled_lately(files, seconds)
 
     watch = StepWatch(timeout, compiles)
-    Agent(backend, transport, startup=startup, watch=watch).run()
+    collect_only_young()
+    Agent(backend, transport, startup=startup, watch=watch, garbage=Garbage(monotonic)).run()

@@ -75,9 +75,9 @@ class CopyingAhead:
     # --- as the destination ---
 
     def _reserve(self, message: m.Reserve) -> Iterator[None]:
-        """Take blocks, first for the longest request, last for those that have ended; answer."""
+        """Take blocks, first for the longest request; answer."""
         core, taken = self._backend.cores[message.unit], list[m.AheadRequest]()
-        for request in sorted(message.requests, key=lambda r: (r.is_prefix, -r.computed)):
+        for request in sorted(message.requests, key=lambda r: -r.computed):
             taken += core.reserve(message.carry, message.source, [request])
             yield
         self._reserved[message.carry] = {each.request_id: each.end for each in taken}

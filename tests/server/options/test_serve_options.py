@@ -32,6 +32,7 @@ from shoal.server.options.serve_options import (
     prepare_environment,
     with_chosen,
 )
+from shoal.server.options.step_options import settle_full_graphs
 
 VLLM_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(REFUSED),
@@ -341,6 +342,18 @@ def test_steps_in_which_requests_decode_have_a_limit_of_their_own_or_none() -> N
         check(parsed("--full-graph-tokens", "-1"))
     check(parsed("--full-graph-tokens", "0"))
     check(parsed("--mixed-step-tokens", "0"))
+
+
+@pytest.mark.parametrize(("asked", "dense", "experts"), [((), 1024, 8192), (("0",), 0, 0)])
+def test_models_with_experts_have_full_graphs_for_more_tokens(
+    asked: tuple[str, ...], dense: int, experts: int
+) -> None:
+    found = []
+    for has_experts in (False, True):
+        args = parsed(*(part for each in asked for part in ("--full-graph-tokens", each)))
+        settle_full_graphs(args, has_experts=has_experts)
+        found.append(args.full_graph_tokens)
+    assert found == [dense, experts]
 
 
 def test_fake_settings_follow_the_options() -> None:

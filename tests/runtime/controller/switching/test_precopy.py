@@ -1,6 +1,7 @@
 """Pre-copies, with engines that the test plays: each stage, and each failure in each stage."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from shoal.runtime.controller.books.request import Request
 from shoal.runtime.controller.switching import precopy
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
-from tests.runtime.controller.scripted_node import BLOCK_TOKENS, ScriptedNode
+from tests.runtime.controller.scripted_node import BLOCK_TOKENS, BLOCKS, ScriptedNode
 from tests.runtime.loopback_node import request_payload
 from tests.units import tp
 
@@ -30,20 +31,29 @@ class Ahead:
     Args:
         on: the unit of each request. The groups among these units are bound.
         target: the layout to which the node switches.
+        blocks: KV blocks of each engine.
+        ended: requests that have ended on engine 0, with the lengths of their prompts.
     """
 
-    def __init__(self, target: tuple[Unit, ...] = (PAIR,), **on: Unit) -> None:
+    def __init__(
+        self,
+        target: tuple[Unit, ...] = (PAIR,),
+        blocks: int = BLOCKS,
+        ended: Mapping[str, int] = MappingProxyType({}),
+        **on: Unit,
+    ) -> None:
         self.on = on or {"a": alone(0), "b": alone(1)}
         units = {*self.on.values(), *target}
         engines = 4 if any(engine > 1 for unit in units for engine in unit.engines) else 2
-        self.node = node = ScriptedNode(engines, precopy_tokens=1)
+        self.node = node = ScriptedNode(engines, blocks=blocks, precopy_tokens=1)
         groups = sorted({unit for unit in self.on.values() if unit.is_group})
         grouped = {engine for unit in groups for engine in unit.engines}
         layout = sorted([*groups, *(u for u in SINGLES[:engines] if not grouped & {*u.engines})])
         if groups:
             node.view(node.switch(*layout, treatment=m.Treatment.HARD))
         for unit in layout:
-            node.load(unit, 32)
+            node.load(unit, blocks - BLOCKS + 32)
+        ended_on(node, alone(0), **ended)
         for request_id, unit in self.on.items():
             self.place(request_id, unit)
         node.take()
@@ -62,6 +72,20 @@ class Ahead:
         books.place(request, unit)
 
     # --- what engines answer ---
+
+    def copy_caches(self) -> None:
+        """Let all of what is cached of the ended requests be copied."""
+        (carry,) = self.node.books.carries
+        found = [
+            m.CarriedRequest("", [], 48, {0: [[1, 2, 3]]}, 48).as_prefix(n) for n in carry.ended
+        ]
+        self.node.answer(0, m.Pinned(carry.number, 0, alone(0), found))
+        self.lend(PAIR)
+        taken = [ahead(name, alone(0), PAIR) for name in sorted(carry.ended)]
+        self.node.answer(0, m.Reserved(carry.number, 0, PAIR, taken))
+        self.node.take()
+        for engine in PAIR.engines:
+            self.node.answer(engine, m.CopiedAhead(carry.number, engine, alone(engine), bytes=10))
 
     def pin(self, source: Unit, computed: int = COMPUTED) -> None:
         carry, leader = self.carries[source], source.leader
@@ -391,6 +415,27 @@ def test_what_is_cached_of_ended_requests_goes_ahead_and_is_known_there() -> Non
     assert node.books.prefixes.has(request.prompt, PAIR)
     assert node.books.requests.ended.choose(PAIR, 10**6) == [request]
     assert not node.books.carries
+
+
+def test_running_requests_are_copied_after_the_caches_with_all_that_they_have_by_then() -> None:
+    switch = Ahead(blocks=2000, ended={"x": 600, "y": 700})
+    (caches,) = switch.node.books.carries
+    assert (caches.ids, len(caches.ended)) == (set(), 2)
+    assert switch.told() == [(0, "Expect"), (0, "Pin")]
+    switch.node.send("new")
+    switch.node.take()
+    switch.copy_caches()
+    pins = [(engine, pin.request_ids, pin.prefixes) for engine, pin in switch.node.take(m.Pin)]
+    (new,) = {0, 1} - {engine for engine, ids, _ in pins if "new" not in ids}
+    assert sorted(id_ for _, ids, _ in pins for id_ in ids) == ["a", "b", "new"]
+    assert all(prefixes == {} for _, _, prefixes in pins)
+    assert switch.node.books.requests.where("new") == alone(new)
+    switch.carries = {c.source: c for c in switch.node.books.carries if c.ids}
+    switch.reach("nothing")
+    assert switch.told(m.Export) == []
+    exported = {r for carry in switch.carries.values() for r in carry.ids}
+    assert exported == {"a", "b", "new"}
+    assert switch.finish().carried == 3
 
 
 def test_a_request_that_has_ended_is_not_exported() -> None:
