@@ -24,9 +24,9 @@ Air's (704) did not, nor did a quarter of Qwen3's, of four members
 class WholeExperts(msgspec.Struct, frozen=True):
     """Steps by their number of tokens, padding included.
 
-    The defaults are what a kernel's times on an H200 say, and stock vLLM's on two: by experts a
-    token took less time with 64 and 256 requests, and more with one
-    (``docs/benchmarks/qwen3-30b-a3b-2xh200.md``).
+    The defaults are what a kernel's times on an H200 say, and stock vLLM's on two: by experts in 16
+    bits a token took less time with 64 and 256 requests, and more with one; in FP8 it took more
+    with any of these (``docs/benchmarks/qwen3-30b-a3b-2xh200.md``).
     """
 
     fewest: int = FEWEST_PER_EXPERT
@@ -34,14 +34,16 @@ class WholeExperts(msgspec.Struct, frozen=True):
     """None: any number."""
     automatic: bool = True
     """Whether both are numbers of tokens that an expert has on average, and not of a step's, in
-    groups of two with small shares alone."""
+    groups of two with small shares in 16 bits alone."""
 
     @property
     def always(self) -> bool:
         """Whether members compute whole experts in all steps."""
         return self.fewest == 0 and self.most is None
 
-    def steps(self, experts: int, top_k: int, inner: int, members: int, largest: int) -> range:
+    def steps(
+        self, experts: int, top_k: int, inner: int, members: int, largest: int, *, bits: int
+    ) -> range:
         """Return the numbers of tokens of the steps in which members compute whole experts.
 
         The memory of a step is reserved as the largest step is tried, and whole experts have
@@ -54,8 +56,9 @@ class WholeExperts(msgspec.Struct, frozen=True):
             inner: inner features of an expert.
             members: engines of the group that divide them.
             largest: most tokens of a step.
+            bits: of each weight.
         """
-        if self.automatic and (members > 2 or inner // members >= SMALL_SHARE):
+        if self.automatic and (members > 2 or inner // members >= SMALL_SHARE or bits < 16):
             return range(0)
         scale = experts / top_k if self.automatic else 1.0
         most = largest if self.most is None else min(largest, math.floor(self.most * scale))

@@ -15,7 +15,7 @@ def add_experts_option(group: _ActionsContainer) -> None:
         metavar="auto|never|FROM[-TO]",
         help="steps of so many tokens in which each engine of a group computes some of a model's "
         "experts whole (EP), instead of a share of each (TP); 0: all steps; auto: in groups of two "
-        "with small experts, those with 4 to 32 tokens for an expert on average "
+        "with small experts in 16 bits, those with 4 to 32 tokens for an expert on average "
         "(default: auto on GPUs, never on CPUs)",
     )
 

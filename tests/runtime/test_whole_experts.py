@@ -4,7 +4,7 @@ import pytest
 
 from shoal.runtime.whole_experts import WholeExperts, parse
 
-QWEN3 = {"experts": 128, "top_k": 8, "inner": 768, "members": 2, "largest": 8192}
+QWEN3 = {"experts": 128, "top_k": 8, "inner": 768, "members": 2, "largest": 8192, "bits": 16}
 """Qwen3-30B-A3B on two GPUs: an expert has a sixteenth of a step's tokens on average."""
 
 
@@ -13,12 +13,13 @@ def test_by_default_it_depends_on_how_many_tokens_an_expert_has() -> None:
     assert WholeExperts().steps(**{**QWEN3, "experts": 32}) == range(16, 129)
 
 
-def test_by_default_larger_groups_and_larger_experts_have_shares() -> None:
+def test_by_default_larger_groups_larger_experts_and_experts_in_fp8_have_shares() -> None:
     assert not WholeExperts().steps(**{**QWEN3, "members": 4})
     assert not WholeExperts().steps(**{**QWEN3, "inner": 1408})
+    assert not WholeExperts().steps(**{**QWEN3, "bits": 8})
     asked = parse("64")
     assert asked is not None
-    assert asked.steps(**{**QWEN3, "members": 4, "inner": 1408}) == range(64, 8193)
+    assert asked.steps(**{**QWEN3, "members": 4, "inner": 1408, "bits": 8}) == range(64, 8193)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def _add(layer: RoutedExperts, full: FullLayer, shard: Shard, when: WholeExperts
     steps = when.steps(
         *(layer.global_num_experts, layer.top_k, config.intermediate_size),
         *(shard.of, config.max_num_tokens),
+        bits=8 * full.tensor("w2_weight").element_size(),
     )
     if steps:
         layer.shoal_whole = whole_experts(layer, full, shard)
