@@ -32,7 +32,7 @@ from tests.server.schemathesis_hooks import SAMPLE
 
 ROOT = Path(__file__).parents[2]
 ALL = os.environ.get("SHOAL_SCHEMATHESIS") == "all"
-COVERED, DRAWN = (None, 1000) if ALL else (20, 12)
+COVERED, DRAWN = (None, 1000) if ALL else (10, 6)
 KEY = "s3cret"
 SECONDS = 60
 """What a request may take, on a machine with other work."""
@@ -136,7 +136,7 @@ def test_the_public_api_answers_as_its_document_says(node: ServedNode, tmp_path:
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"),
         *("/v1/messages", "/v1/messages/count_tokens", "/invocations"),
     ):
-        assert accepted(report, f"POST {path}") > 10, report["valid_rates"]
+        assert accepted(report, f"POST {path}") > 5, report["valid_rates"]
 
 
 def test_the_admin_api_answers_as_its_document_says(node: ServedNode, tmp_path: Path) -> None:
