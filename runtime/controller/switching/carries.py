@@ -267,7 +267,8 @@ class Carries:
             exported = [carry for carry in carries if carry.stage is CarryStage.EXPORTED]
             members = set(unit.engines)
             are_own = all(members.issuperset(carry.source.engines) for carry in carries)
-            together = len(carries) > 1 and are_own and self._capacity.lacks_room(unit)
+            several = sum(bool(carry.ids) for carry in carries) > 1
+            together = several and are_own and self._capacity.lacks_room(unit)
             for carry in carries if not together else ():
                 self._allot(carry)
             if together and any(carry.stage is CarryStage.EXPORTING for carry in carries):

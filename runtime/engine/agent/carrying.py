@@ -180,7 +180,7 @@ class Carrying:
                 self._stepping.refuse(message.unit, request_id, *refused)
         for _ in message.requests:
             self._stepping.count(message.unit)
-        beginning = self._binding.beginning
+        beginning = self._binding.beginning if message.requests else None
         if beginning and beginning.core.unit == message.unit and beginning.by == -math.inf:
             beginning.by = self._clock() + TOGETHER_SECONDS
         copied, served = self._ahead.arrive(message.carry), allotment.served

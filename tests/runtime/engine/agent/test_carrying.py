@@ -338,9 +338,13 @@ def test_a_group_does_not_wait_for_long(bench: Bench) -> None:
     assert tokens_of(bench, "early", 1) == expected_tokens(PROMPT, OUTPUT)[3:]
 
 
-def test_a_group_waits_for_nobody_before_a_request_has_come(bench: Bench) -> None:
+@pytest.mark.parametrize("nothing", [False, True], ids=["none came", "nothing came"])
+def test_a_group_waits_for_nobody_before_a_request_has_come(bench: Bench, nothing: bool) -> None:
+    """Of what is cached of ended requests, no request comes when the group is bound."""
     expect(bench, "late", unit=GROUP)
     bench.bind()
+    if nothing:
+        take_in(bench, unit=GROUP, carry=CARRY + 1)
     bench.add("new", tokens=2, group=GROUP)
     bench.turn(4)
     assert len(tokens_of(bench, "new")) == 2
