@@ -14,7 +14,8 @@ from shoal.runtime.clock import Clock
 PAUSE_SECONDS = 60.0
 """The shortest time between two collections: a request that comes in one of them waits for it."""
 LONGEST_SECONDS = 3600.0
-"""The longest time between two collections of an engine that is never without requests."""
+"""The longest time between two collections of an engine that is never without requests. Serving
+with vLLM's scheduler leaves no cycles, as far as was seen."""
 NEVER = 2**31 - 1
 
 
