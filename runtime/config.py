@@ -234,8 +234,8 @@ class NodeConfig(msgspec.Struct, frozen=True):
     full_graph_tokens: int = 0
     """Steps with prompts have full CUDA graphs up to so many tokens (``full_graphs.py``)."""
     precopy_tokens: int = PRECOPY_TOKENS
-    """A switch copies KV ahead if the requests that it carries have so many tokens together
-    (``precopy.py``); 0, or without prefix caching: no switch does."""
+    """A switch copies KV ahead if the requests that it carries have so many tokens together, and
+    caches if these have (``precopy.py``); 0, or without prefix caching: no switch does."""
     carry_path: CarryPath = CarryPath.AUTO
     tier_bytes: int = 0
     """Bytes of the host's memory that each engine has for KV (its *tier*, ``tier_core.py``); 0: it
