@@ -222,7 +222,7 @@ def test_gate_and_up_get_one_scale_unless_they_are_one_weight(
 # --- outputs ---
 
 
-@pytest.mark.parametrize(("share", "kind"), [(2, on_cpu), (4, on_cpu), (4, on_simulated_gpu)])
+@pytest.mark.parametrize(("share", "kind"), [(2, on_cpu), (4, on_simulated_gpu)])
 @pytest.mark.parametrize("name", LOADED)
 def test_all_layouts_compute_what_they_do_with_whole_weights(
     tmp_path: Path, name: str, share: int, kind: Kind, monkeypatch: pytest.MonkeyPatch
@@ -302,15 +302,12 @@ def packed(cpu: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("share", [2, 4])
 @pytest.mark.parametrize("name", [name for name in LOADED if name not in BLOCK_WISE])
-def test_a_kernel_that_ignores_strides_gets_packed_pieces(
-    tmp_path: Path, name: str, share: int
-) -> None:
+def test_a_kernel_that_ignores_strides_gets_packed_pieces(tmp_path: Path, name: str) -> None:
     for number, given in enumerate((weights(name), decoder(name))):
         directory = tmp_path / str(number)
         directory.mkdir()
-        assert_right(node(directory, share, weights=given), expected_outputs(name, given))
+        assert_right(node(directory, 4, weights=given), expected_outputs(name, given))
 
 
 @pytest.mark.parametrize("share", [2, 4])
