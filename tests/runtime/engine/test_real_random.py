@@ -105,6 +105,10 @@ def test_tokens_notice_a_wrong_hash(node: RealNode) -> None:
         ((expected,), (of_other,)) = (node.generate(alone(1), [of], 40) for of in (prompt, other))
         (request,) = node.submit(alone(0), [prompt], LONG)
         node.wait_for_tokens([request], 3)
+        # The switch would take what both have cached along first, and that is right.
+        ended = node.controller.books.requests.ended
+        assert len(ended.choose(alone(1), tokens=1000)) == 2
+        assert ended.choose(alone(1), tokens=0) == []
         if damaged:
             node.transport.before_send = partial(name_other, other)
         node.switch(QUARTET, treatment=m.Treatment.CARRY)
