@@ -15,6 +15,11 @@ from shoal.runtime.controller.books.prompt_hashes import PromptHashes
 
 SHARE_KEPT = 1 - 1 / 300
 """How much a request leaves of the weight of those before it, in the share of cached tokens."""
+USED_SHARE = 0.01
+"""Caches are of no use if requests find less than this share of their prompt tokens there."""
+WATCHED_TOKENS = 200_000
+"""Prompt tokens after which it is known whether caches are of use: of fewer, chats may have had
+their first turns only."""
 LATE_POWER = 2
 """What was found when n tokens had been watched counts as much as this power of n."""
 
@@ -86,6 +91,12 @@ class Hits(NamedTuple):
     ``watched_tokens`` ago: what is used again even later can only be guessed from that."""
     watched_tokens: float
     """Prompt tokens of all requests so far."""
+
+    @property
+    def are_used(self) -> bool:
+        """Whether requests find enough that a cache is worth a copy, or may yet do so."""
+        found = max(self.hit_share, self.late_share)
+        return found >= USED_SHARE or self.watched_tokens < WATCHED_TOKENS
 
 
 class PrefixBook:

@@ -105,6 +105,7 @@ class PreCopies:
         self._units = books.units
         self._leases = books.leases
         self._requests = books.requests
+        self._prefixes = books.prefixes
         self._statistics = books.statistics.carries
         self._capacity = capacity
         self._send = send
@@ -132,9 +133,12 @@ class PreCopies:
     def ended(self, target: Collection[Unit]) -> dict[Unit, list[Request]]:
         """Return the requests that have ended, of which units that a partition lacks have caches.
 
-        There are only as many as there is room for.
+        There are only as many as there is room for, and none where hardly any prompt finds what it
+        begins with: a switch would wait for a copy that nobody uses.
         """
         found = dict[Unit, list[Request]]()
+        if not self._prefixes.hits.are_used:
+            return found
         for unit in self._units.partition:
             is_whole = self._engines.gone.isdisjoint(unit.engines)
             if unit not in target and is_whole and self._engines.serves(alone(unit.leader)):

@@ -9,6 +9,7 @@ import pytest
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from shoal.runtime.config import FakeSettings
+from shoal.runtime.controller.books import prefix_book
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
@@ -156,6 +157,19 @@ def test_what_is_cached_of_the_latest_requests_goes_along(way: str) -> None:
     switched(without, *after)
     if way.startswith("dp"):
         assert [cached(without, one) for one in latest] == [0, 0, 0]
+
+
+def test_caches_in_which_no_prompt_finds_anything_stay_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The switch would wait for their copy, and running requests for the switch."""
+    node = under_way(ALONE, earlier=3)
+    monkeypatch.setattr(prefix_book, "WATCHED_TOKENS", 1)
+    switched(node, *ALL)
+    assert [cached(node, f"earlier{k}") for k in range(3)] == [0, 0, 0]
+    outcomes = ("copied", "nothing", "stopped")
+    counts = [node.value("shoal_precopies_total", outcome=each) for each in outcomes]
+    assert counts == [4, 0, 0], "running requests of each engine go ahead as ever"
 
 
 def test_without_a_prefix_cache_no_switch_copies_ahead() -> None:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.controller.books import prefix_book
 from shoal.runtime.controller.books.prefix_book import PrefixBook, UnitPrefixes
 from shoal.runtime.controller.books.prompt_hashes import (
     ENDS,
@@ -209,6 +210,18 @@ def test_what_is_used_again_late_is_told_apart() -> None:
     assert late("aaaaaaaaaaaaaaaaaaaa") < 0.05, "all is used again at once"
     assert late("abcdefghijabcdefghij") == pytest.approx(0.0, abs=0.01), "half of the time ago"
     assert late("abcdefghijklmnojklmno") > 0.2
+
+
+def test_caches_are_of_no_use_once_enough_prompts_have_found_nothing() -> None:
+    node = Node()
+    enough = prefix_book.WATCHED_TOKENS // 1000
+    for number in range(enough):
+        assert node.book.hits.are_used, "chats may have had their first turns only"
+        node.place(hashes([number, *tokens("a", 999)]), ONE)
+    assert not node.book.hits.are_used
+    for number in range(enough - 10, enough):
+        node.place(hashes([number, *tokens("a", 999)]), ONE)
+    assert node.book.hits.are_used, "one in thirty was found"
 
 
 def test_what_was_used_until_now_is_young() -> None:
