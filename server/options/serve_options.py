@@ -217,6 +217,8 @@ def prepare_environment(environ: MutableMapping[str, str], argv: Sequence[str]) 
         # Several engines share the cores: no pinning, no thread pool in each.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        # vLLM's search for n-grams uses one thread, but Numba gives the process's OpenMP all cores.
+        "NUMBA_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_NO_USAGE_STATS": "1",
         # FlashInfer would compile its sampler when the server starts.

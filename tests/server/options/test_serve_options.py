@@ -230,7 +230,7 @@ def test_models_that_may_be_there_are_accepted(tmp_path: Path) -> None:
 def test_the_environment_keeps_what_the_user_set(tmp_path: Path) -> None:
     environ = {"OMP_NUM_THREADS": "3", "VLLM_CPU_KVCACHE_SPACE": "40"}
     prepare_environment(environ, [str(tmp_path)])
-    assert environ["OMP_NUM_THREADS"] == "3"
+    assert (environ["OMP_NUM_THREADS"], environ["NUMBA_NUM_THREADS"]) == ("3", "1")
     assert environ["HF_HUB_OFFLINE"] == "1"
     assert environ["VLLM_NO_USAGE_STATS"] == "1"
     assert "VLLM_CPU_KVCACHE_SPACE" not in environ
