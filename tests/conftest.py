@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.depth import DEEP
+
 # Read by vLLM and PyTorch when they are imported, so they must be set before any test module.
 os.environ.update(
     HF_HUB_OFFLINE="1",
     # Numba would compile vLLM's search for n-grams in each engine, for longer than it searches.
     NUMBA_DISABLE_JIT="1",
+    NUMBA_NUM_THREADS="1",  # OpenMP in processes that search for n-grams
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
     # Without this, PyTorch asks the compiler for each of the processor's vector instructions: it
@@ -67,7 +70,7 @@ _numbers = itertools.count()
 settings.register_profile("shoal", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.register_profile("quick", settings.get_profile("shoal"), max_examples=15)  # make quick
 settings.register_profile("deep", settings.get_profile("shoal"), max_examples=300)
-settings.load_profile("shoal")  # the others are asked for
+settings.load_profile("deep" if DEEP else "shoal")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,7 +5,6 @@ just after another message was sent: the engine dies that was to get it or has s
 go. ``test_carry_moments.py`` does the same after turns of processes.
 """
 
-import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -14,9 +13,10 @@ import pytest
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import Channel, Frames, parse_engine_identity
+from tests.depth import how_many
 from tests.runtime.test_carry_moments import AHEAD, PROMPTS, SLOW, TIGHT_AHEAD, Life
 
-EACH = int(os.environ.get("SHOAL_MESSAGES_EACH", "1"))
+EACH = how_many("SHOAL_MESSAGES_EACH", few=1, many=4)
 """How many messages of each type something happens after; with 99 all, which takes minutes."""
 
 Type = type[m.Message]

@@ -5,7 +5,6 @@ one process: an engine dies, or does not answer, or requests are aborted, or the
 """
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -19,6 +18,7 @@ from shoal.runtime.engine.fake.fake_backend import FakeBackend
 from shoal.runtime.engine.fake.faults import Faults, Seam
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.wire import FinishReason
+from tests.depth import how_many
 from tests.runtime.computed_tokens import ComputedTokens
 from tests.runtime.loopback_node import SMALL, LoopbackNode
 from tests.units import tp, tp_units
@@ -39,7 +39,7 @@ have lent them 64 blocks."""
 IDLE_TICK = 0.5
 """The same while all of them only wait."""
 MOST_TURNS = 400
-STRIDE = int(os.environ.get("SHOAL_MOMENT_STRIDE", "11"))
+STRIDE = how_many("SHOAL_MOMENT_STRIDE", few=17, many=3)
 """Turns from one moment to the next; 1 tries every one, which takes minutes."""
 MOST_ROUNDS = 1000
 PROMPTS = (9, 17, 1, 30, 12, 5, 24, 40)

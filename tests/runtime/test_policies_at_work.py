@@ -10,6 +10,7 @@ from shoal.policies.values.layouts import Layout, alone
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.wire import FinishReason
+from tests.depth import among
 from tests.policies.snapshots import MODEL, TARGETS
 from tests.runtime.loopback_node import LoopbackNode
 from tests.units import pp, tp
@@ -65,8 +66,13 @@ def finish(node: LoopbackNode) -> None:
     assert node.view().policy_errors == 0
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"manual", "static-dp"}))
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [
+        *((policy, None) for policy in sorted(set(POLICIES) - {"manual", "static-dp"})),
+        *((policy, 1) for policy in among(["adaptive"], "batch", "flying", "shift", "static-tp")),
+    ],
+)
 def test_nothing_starves(policy: str, seed: int | None) -> None:
     node = started(policy, seed)
     load(node)

@@ -5,8 +5,6 @@ must be clean. The controls show that each of these would be noticed. ``SHOAL_FA
 the environment says how many operations there are.
 """
 
-import os
-
 import msgspec
 import pytest
 
@@ -15,11 +13,12 @@ from shoal.runtime.engine.agent import carrying
 from shoal.runtime.engine.fake.faults import Faults
 from shoal.runtime.protocol.messages import CallFailed, SwitchDone, Treatment
 from shoal.runtime.protocol.wire import FinishReason
+from tests.depth import how_many
 from tests.runtime.computed_tokens import ComputedTokens
 from tests.runtime.loopback_node import SMALL, LoopbackNode
 from tests.runtime.random_run import MOST_MISSING, RandomRun, hasty
 
-OPERATIONS = int(os.environ.get("SHOAL_FAKE_OPERATIONS", "400"))
+OPERATIONS = how_many("SHOAL_FAKE_OPERATIONS", few=400, many=10_000)
 NEVER, SOMETIMES, ALWAYS = 0, 50, 1
 """Tokens from which on a switch copies KV ahead."""
 CHANGES = OPERATIONS // 2

@@ -1,10 +1,10 @@
 """Requests made from the OpenAPI documents, valid and not: the node answers as these say.
 
 Schemathesis makes them: cases at the borders of every field (coverage), of which large operations
-get a sample here, and drawn ones (fuzzing); the same in every run. With ``SHOAL_SCHEMATHESIS=all``
+get a sample here, and drawn ones (fuzzing); the same in every run. With ``SHOAL_TESTS=all``
 every case of the coverage is sent and many more are drawn: some 18,000 requests, in 20 minutes.
 
-    SHOAL_SCHEMATHESIS=all pytest --timeout 7200 tests/server/test_schemathesis.py
+    SHOAL_TESTS=all pytest tests/server/test_schemathesis.py
 """
 
 import json
@@ -27,12 +27,13 @@ from shoal.server.commands.openapi import admin_document, public_document
 from shoal.server.errors import error_body, error_response
 from shoal.server.frontend.vllm_app import VLLM_ROUTERS
 from shoal.server.gate.priority_and_deadline import DEADLINE_HEADER
+from tests.depth import DEEP
 from tests.server.node import ServedNode, key_file, served_node
 from tests.server.schemathesis_hooks import SAMPLE
 
 ROOT = Path(__file__).parents[2]
-ALL = os.environ.get("SHOAL_SCHEMATHESIS") == "all"
-COVERED, DRAWN = (None, 1000) if ALL else (10, 6)
+pytestmark = pytest.mark.timeout(7200 if DEEP else 600)
+COVERED, DRAWN = (None, 1000) if DEEP else (10, 6)
 KEY = "s3cret"
 SECONDS = 60
 """What a request may take, on a machine with other work."""

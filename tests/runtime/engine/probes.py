@@ -868,6 +868,11 @@ def forget_captures(runner: ProbedRunner) -> int:
     return used
 
 
+def threads(_runner: ProbedRunner) -> int:
+    """Return with how many threads torch computes."""
+    return torch.get_num_threads()
+
+
 def parameters(runner: ProbedRunner) -> dict[str, tuple[int, set[str], set[int]]]:
     """Return bytes, devices and storages of each layout's parameters."""
     return {

@@ -19,6 +19,7 @@ from shoal.policies.values.layouts import Unit, alone, tier_of
 from shoal.policies.values.partition import Partition, singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
+from tests.depth import how_many
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, SHARED
@@ -27,7 +28,7 @@ from tests.runtime.engine.scripted_shift import steps_ahead
 from tests.units import tp, tp_units
 
 ENGINES = 4
-OPERATIONS = int(os.environ.get("SHOAL_RANDOM_OPERATIONS", "500"))
+OPERATIONS = how_many("SHOAL_RANDOM_OPERATIONS", few=500, many=2000)
 SEED = int(os.environ.get("SHOAL_RANDOM_SEED", "20"))
 TOKENS = 12
 ALL = PROMPTS + SHARED

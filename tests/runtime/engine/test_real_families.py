@@ -1,7 +1,7 @@
 """Other families of models on real engines: every layout and mode generates stock's tokens.
 
-``SHOAL_FAMILIES`` names those of ``tests.models.families`` that are tested: one by default, all of
-them with ``all``. Prompts reach far beyond windows.
+``SHOAL_FAMILIES`` names those of ``tests.models.families`` that are tested: one by default, and all
+with ``SHOAL_TESTS=all``. Prompts reach far beyond windows.
 """
 
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.depth import DEEP
 from tests.models.families import FAMILIES, write_family
 from tests.runtime.engine.every_layout import ALL, TOKENS, EveryLayout, Tokens
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 
-CHOSEN = os.environ.get("SHOAL_FAMILIES", "gemma3")
-NAMES = list(FAMILIES) if CHOSEN == "all" else CHOSEN.split(",")
+NAMES = os.environ.get("SHOAL_FAMILIES", ",".join(FAMILIES) if DEEP else "gemma3").split(",")
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -1,10 +1,9 @@
 """The own steps of a group's members go on while the group is formed anew, also while it compiles.
 
 Its models are compiled, so that a warm-up is noticeable work. The tests use one node up. With
-``SHOAL_FAMILIES=all`` a leader survives, too.
+``SHOAL_TESTS=all`` a leader survives, too.
 """
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.link import instructions
 from shoal.runtime.protocol import messages as m
+from tests.depth import among
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS
@@ -24,9 +24,9 @@ LENGTH = 500
 """Output tokens of requests that a survivor has while the group is formed: more than it computes
 meanwhile."""
 PARTS = {instructions.Form, instructions.Start}
-SURVIVORS = [pytest.param("scheduler-0", 1, id="follower")]
-if os.environ.get("SHOAL_FAMILIES") == "all":
-    SURVIVORS.append(pytest.param("runner-1", 0, id="leader"))
+SURVIVORS = among(
+    [pytest.param("scheduler-0", 1, id="follower")], pytest.param("runner-1", 0, id="leader")
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Experts in FP8 with scales of blocks on real engines, divided by shares (TP) and by number (EP).
 
 The engines that divide them by number also share them: each keeps a half. With
-``SHOAL_FAMILIES=all`` they share those of compressed-tensors, too, in blocks and in channels.
+``SHOAL_TESTS=all`` they share those of compressed-tensors, too, in blocks and in channels.
 
 vLLM has no kernel for them on CPUs that leaves them in place, and computes FP8 in 16 bits alone.
 Here an operator of Shoal computes them, and the node takes fp32, as sums in layouts differ too much
@@ -11,7 +11,6 @@ activations it does not say.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from shoal.runtime.whole_experts import ALWAYS, WholeExperts
+from tests.depth import DEEP
 from tests.random_checkpoint import Architecture, CheckpointSpec, write_checkpoint
 from tests.runtime.engine.every_layout import (
     ALL,
@@ -38,7 +38,6 @@ from tests.runtime.engine.every_layout import (
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 
 SPEC = CheckpointSpec(architecture=Architecture.QWEN3_MOE, seed=31)
-THOROUGH = os.environ.get("SHOAL_FAMILIES") == "all"
 
 
 class Form(NamedTuple):
@@ -57,7 +56,7 @@ FORMS = {
     "shares": Form(32, is_shared=False),
     "ranges": Form(128),
 }
-if THOROUGH:
+if DEEP:
     FORMS |= {
         "compressed blocks": Form(128, strategy="block"),
         "channels": Form(1, strategy="channel"),

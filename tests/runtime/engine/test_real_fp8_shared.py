@@ -5,10 +5,9 @@ value of an activation may be rounded up instead of down, which in FP8 is 6 % of
 may go on otherwise after a while. The requests of a step also change the order of its sums. A
 member of a TP group quantises its share with a scale of its own, so a group's tokens are compared
 with those of a group whose engines have whole weights. Parts of layers are compared bit by bit in
-``weights/sharing/test_slot_fp8.py``. With ``SHOAL_FAMILIES=all``, four engines share weights, too.
+``weights/sharing/test_slot_fp8.py``. With ``SHOAL_TESTS=all``, four engines share weights, too.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import singles
 from shoal.runtime.protocol.messages import Mode
+from tests.depth import among
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import before_damage_with_it_and_after
@@ -31,7 +31,7 @@ ENGINES, LAYERS = 4, 3
 PROMPTS = random_prompts((5, 17, 31, 33, 64, 90, 130, 12), seed=21)
 PAIR, QUARTET = tp(0, 1), tp(0, 1, 2, 3)
 TOKENS = 24
-SHARES = (2, 4) if os.environ.get("SHOAL_FAMILIES") == "all" else (2,)
+SHARES = among([2], 4)
 OPTIONS = {"dtype": "float32", "max_sp": 2}
 Tokens = list[list[int]]
 

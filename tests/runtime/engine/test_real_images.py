@@ -1,10 +1,9 @@
 """Prompts with images on real engines: every layout generates stock's tokens, through carries too.
 
-Idefics3 has plain positions, PaddleOCR-VL those of M-RoPE. ``SHOAL_FAMILIES`` names those of
-``tests.models.image_families`` that are tested, or all.
+Idefics3 has plain positions, PaddleOCR-VL those of M-RoPE. Each of
+``tests.models.image_families`` is tested.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -25,8 +24,7 @@ from tests.variety import is_varied
 
 TOKENS = 40
 PAIR = tp(0, 1)
-CHOSEN = set(os.environ.get("SHOAL_FAMILIES", "all").split(","))
-NAMES = [name for name in IMAGE_FAMILIES if CHOSEN & {name, "all"}]
+NAMES = list(IMAGE_FAMILIES)
 Tokens = list[list[int]]
 
 

@@ -1,7 +1,7 @@
 """GPT-OSS in MXFP4, as OpenAI publishes it, on real engines: groups have parts of DP's experts.
 
 One node divides each expert (TP). On the other, engines share experts: each keeps a half of them,
-and groups divide them by number (EP). With ``SHOAL_FAMILIES=all`` two engines share those of the
+and groups divide them by number (EP). With ``SHOAL_TESTS=all`` two engines share those of the
 checkpoint in fp32, too, and four those in MXFP4.
 
 vLLM has no kernel for such experts on most CPUs, and elsewhere computes them in bf16 alone. Here an
@@ -9,7 +9,6 @@ operator of Shoal computes them, and the node takes fp32, as sums in layouts dif
 bf16. The expected tokens are those of stock vLLM with a checkpoint of the same values in fp32.
 """
 
-import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
 from shoal.runtime.whole_experts import ALWAYS, WholeExperts
+from tests.depth import among, only_deep
 from tests.models.families import write_family
 from tests.mxfp4_checkpoint import Checkpoints, write_mxfp4
 from tests.runtime.engine import probes
@@ -35,7 +35,6 @@ from tests.runtime.engine.every_layout import (
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.units import tp, tp_units
 
-THOROUGH = os.environ.get("SHOAL_FAMILIES") == "all"
 LAYERS = 4
 """Two layers would each have a slot of their own."""
 
@@ -59,7 +58,7 @@ class Case(NamedTuple):
     """Whether the checkpoint is in MXFP4; else it is that of the same values."""
 
 
-@pytest.fixture(scope="module", params=[Case(1), Case(2), *[Case(2, is_packed=False)] * THOROUGH])
+@pytest.fixture(scope="module", params=among([Case(1), Case(2)], Case(2, is_packed=False)))
 def case(request: pytest.FixtureRequest) -> Case:
     found: Case = request.param
     return found
@@ -101,7 +100,7 @@ class TestMxfp4(EveryLayout):
         assert_wrong_experts_change_tokens(node, by_number=share > 1)
 
 
-@pytest.mark.skipif(not THOROUGH, reason="SHOAL_FAMILIES is not all")
+@only_deep
 def test_tokens_are_as_expected_if_four_engines_share(
     checkpoints: Checkpoints, expected: Tokens
 ) -> None:

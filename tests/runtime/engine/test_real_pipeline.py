@@ -1,10 +1,9 @@
 """Pipelines of real engines: the tokens are DP's, whatever layout the KV comes from.
 
-``SHOAL_PIPELINE_ENGINES=4`` in the environment adds pipelines of four engines, in a minute more.
+``SHOAL_TESTS=all`` adds pipelines of four engines, in a minute more.
 """
 
 import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.partition import Partition
 from shoal.runtime.protocol import messages as m
+from tests.depth import only_deep
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import MANY, PROMPTS, SHARED, random_prompts
@@ -120,9 +120,6 @@ def test_layers_of_another_stage_change_the_tokens(node: RealNode) -> None:
 
 
 FOUR, BOTH = pp(0, 1, 2, 3), pp(0, 1, 2, 3, stages=2)
-FOUR_ENGINES = pytest.mark.skipif(
-    os.environ.get("SHOAL_PIPELINE_ENGINES") != "4", reason="SHOAL_PIPELINE_ENGINES is not 4"
-)
 PATH: tuple[Partition, ...] = (
     (FOUR,),
     (tp(0, 1, 2, 3),),
@@ -136,7 +133,7 @@ PATH: tuple[Partition, ...] = (
 )
 
 
-@FOUR_ENGINES
+@only_deep
 def test_four_engines_form_every_pipeline(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", CheckpointSpec(layers=4))
     with RealNode(tmp_path / "model", 4, max_pp=4) as node:

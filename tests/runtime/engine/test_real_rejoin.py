@@ -1,11 +1,10 @@
 """Engines that are killed come back, alone and then in their group, and give the same tokens.
 
 The group runs in TP, by sequence and in stages, before it loses a member and afterwards. The tests
-use one node up, so they run in the order they are written. With ``SHOAL_FAMILIES=all`` an engine
+use one node up, so they run in the order they are written. With ``SHOAL_TESTS=all`` an engine
 dies at more moments.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.engine.groups.rendezvous import REJOIN_SECONDS
 from shoal.runtime.protocol import messages as m
+from tests.depth import among
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, Stock
 from tests.runtime.engine.real_node import RealNode, SwitchFailed
@@ -25,12 +25,12 @@ from tests.units import pp, tp
 
 PAIR, STAGES = GROUPS = tp(0, 1), pp(0, 1)
 SHORT = PROMPTS[:4]
-MOMENTS = [pytest.param(m.Import, 0, id="both")]
-DOOMED = [pytest.param(PAIR, id="by sequence")]
-if os.environ.get("SHOAL_FAMILIES") == "all":
-    MOMENTS.append(pytest.param(m.Export, 0, id="source"))
-    MOMENTS.append(pytest.param(m.Import, 1, id="destination"))
-    DOOMED.append(pytest.param(STAGES, id="in stages"))
+MOMENTS = among(
+    [pytest.param(m.Import, 0, id="both")],
+    pytest.param(m.Export, 0, id="source"),
+    pytest.param(m.Import, 1, id="destination"),
+)
+DOOMED = among([pytest.param(PAIR, id="by sequence")], pytest.param(STAGES, id="in stages"))
 VLLM_SOCKET = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 

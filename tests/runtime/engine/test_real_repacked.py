@@ -1,11 +1,10 @@
 """Checkpoints whose weights vLLM repacks, on real engines: each layout loads its own shard.
 
 DP's tokens are those of stock vLLM, and TP2's those of stock vLLM in TP2, but for near ties: there
-is no fp32 of such weights, and in bf16 each sums in another order. With ``SHOAL_FAMILIES=all`` a
+is no fp32 of such weights, and in bf16 each sums in another order. With ``SHOAL_TESTS=all`` a
 checkpoint with integers of compressed-tensors is served, too.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from shoal.policies.values.partition import singles
 from shoal.runtime.config import Adapter
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
+from tests.depth import among
 from tests.random_adapter import write_adapter
 from tests.random_checkpoint import CheckpointSpec
 from tests.repacked_checkpoint import Form, write_repacked
@@ -40,9 +40,7 @@ Adapters = Sequence[LoRARequest | None]
 NONE: Adapters = [None] * len(PROMPTS)
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 """One slot more than adapters (``test_real_adapters.py``)."""
-OTHERS = [Form.AWQ]
-if os.environ.get("SHOAL_FAMILIES") == "all":
-    OTHERS.append(Form.INTEGERS)
+OTHERS = among([Form.AWQ], Form.INTEGERS)
 
 
 @pytest.fixture(scope="module")

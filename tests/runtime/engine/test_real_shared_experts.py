@@ -3,10 +3,9 @@
 If two engines share them, a node of four has layouts that stream, layouts that compute what their
 engines keep, and layouts of which each member computes a half of that. ``test_real_experts`` has
 engines with all experts, and ``test_real_fp8_experts`` has shared ones in FP8. With
-``SHOAL_FAMILIES=all``, four engines share experts, too, and so do engines of other families.
+``SHOAL_TESTS=all``, four engines share experts, too, and so do engines of other families.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from shoal.policies.values.partition import Partition, singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from shoal.runtime.whole_experts import ALWAYS
+from tests.depth import among, only_deep
 from tests.random_checkpoint import write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import ALL, before_damage_with_it_and_after
@@ -30,7 +30,6 @@ from tests.variety import is_varied
 
 ENGINES, TOKENS = 4, 24
 WIDEST = tp(0, 1, 2, 3)
-THOROUGH = os.environ.get("SHOAL_FAMILIES") == "all"
 KV = {"kv_cache_memory_bytes": 24 << 20}
 """Whole weights leave room for requests."""
 Expected = list[list[int]]
@@ -46,7 +45,7 @@ def expected(model: Path) -> Expected:
     return stock_tokens(model, ALL, TOKENS)
 
 
-@pytest.fixture(scope="module", params=(2, 4) if THOROUGH else (2,))
+@pytest.fixture(scope="module", params=among([2], 4))
 def node(request: pytest.FixtureRequest, model: Path) -> Iterator[RealNode]:
     share = request.param
     options: dict[str, Any] = {"max_sp": 2, "whole_experts": ALWAYS, "restart_limit": 9} | KV
@@ -149,7 +148,7 @@ def test_experts_of_another_layer_or_member_change_the_tokens(
 # --- other families, and pipelines ----------------------------------------------------------------
 
 
-@pytest.mark.skipif(not THOROUGH, reason="SHOAL_FAMILIES is not all")
+@only_deep
 @pytest.mark.parametrize("name", MODELS_WITH_EXPERTS)
 def test_every_family_generates_stocks_tokens(name: str, tmp_path: Path) -> None:
     """In all layouts of two engines, with whole stages of a pipeline, and with whole weights."""

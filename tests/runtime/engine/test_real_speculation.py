@@ -2,11 +2,10 @@
 
 vLLM checks drafts in the next step, and takes one only if the model says the same, so greedy tokens
 do not change. The model repeats itself, so that drafts are right at times. With
-``SHOAL_FAMILIES=all`` there is one that does not, so that nearly all drafts are wrong and what was
+``SHOAL_TESTS=all`` there is one that does not, so that nearly all drafts are wrong and what was
 computed of them is taken back, and one with routed experts.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
 from shoal.runtime.protocol import messages as m
+from tests.depth import among
 from tests.looping_checkpoint import write_looping
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import make_model, random_prompts
@@ -36,9 +36,7 @@ TOKENS = 56
 Expected = list[list[int]]
 
 
-MODELS = ["looping"]
-if os.environ.get("SHOAL_FAMILIES") == "all":
-    MODELS += ["varied", "qwen3-moe"]
+MODELS = among(["looping"], "varied", "qwen3-moe")
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -81,6 +79,13 @@ def test_alone_engines_generate_the_tokens_without_speculation(
     for _ in range(2):  # the second time from the prefix cache
         assert node.generate_spread(singles(2), PROMPTS, TOKENS) == expected
     assert node.audit() == []
+
+
+@pytest.mark.usefixtures("judged")
+def test_the_search_for_n_grams_gives_torch_no_more_threads(node: RealNode) -> None:
+    """Numba, with which vLLM searches, would tell OpenMP to use every core."""
+    node.generate(alone(0), PROMPTS[:1], TOKENS)
+    assert node.probe(0, probes.threads) == 1
 
 
 @pytest.mark.usefixtures("judged")

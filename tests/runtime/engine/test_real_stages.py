@@ -1,6 +1,6 @@
 """Pipelines of engines that share weights: a stage streams what its engine does not keep.
 
-``SHOAL_PIPELINE_ENGINES=4`` in the environment adds four engines that share weights, and a death.
+``SHOAL_TESTS=all`` adds four engines that share weights, and a death.
 """
 
 import itertools
@@ -13,12 +13,13 @@ import pytest
 from shoal.policies.values.layouts import Unit, alone
 from shoal.policies.values.level import WHOLE, Level
 from shoal.runtime.protocol import messages as m
+from tests.depth import only_deep
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS, SHARED, random_prompts
 from tests.runtime.engine.real_node import RealNode
 from tests.runtime.engine.test_real_carry import TOKENS, further
-from tests.runtime.engine.test_real_pipeline import FOUR, FOUR_ENGINES, assert_every_pipeline
+from tests.runtime.engine.test_real_pipeline import FOUR, assert_every_pipeline
 from tests.units import pp, tp
 from tests.variety import is_varied
 
@@ -145,7 +146,7 @@ def test_whole_stages_that_hold_other_layers_change_the_tokens(node: RealNode) -
     assert node.audit() == []
 
 
-@FOUR_ENGINES
+@only_deep
 def test_a_stage_whose_engine_comes_back_streams_again_until_it_follows(node: RealNode) -> None:
     prompts = random_prompts((40, 70), next(_seeds))
     expected = node.generate(alone(0), prompts)
@@ -162,7 +163,7 @@ def test_a_stage_whose_engine_comes_back_streams_again_until_it_follows(node: Re
     assert node.audit() == []
 
 
-@FOUR_ENGINES
+@only_deep
 @pytest.mark.parametrize("share", [2, 4])
 def test_four_engines_that_share_weights_form_every_pipeline(tmp_path: Path, share: int) -> None:
     write_checkpoint(tmp_path / "model", CheckpointSpec(layers=4))

@@ -4,18 +4,16 @@ The tokens are those without it, in DP, in TP2, after a pause and through carrie
 a draft model is compared, too, proposals are: they follow from a request's tokens, wherever it is.
 """
 
-import os
 from typing import Any
 
 import pytest
 
+from tests.depth import among
 from tests.runtime.engine import v2_program
 
 pytestmark = pytest.mark.timeout(1200)
 
-CASES = [("eagle3", True)]
-if os.environ.get("SHOAL_FAMILIES") == "all":
-    CASES += [("eagle", True), ("eagle", False)]
+CASES = among([("eagle3", True)], ("eagle", True), ("eagle", False))
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: " ".join(map(str, case)))

@@ -1,14 +1,14 @@
 """Pipelines with the V2 model runner: the tokens are DP's, whatever happens to other requests.
 
-``SHOAL_PIPELINE_ENGINES=4`` in the environment adds four engines, with all pipelines that they can
+``SHOAL_TESTS=all`` adds four engines, with all pipelines that they can
 form and a few random operations. For many of them, run ``v2_pipeline_main`` with their number.
 """
 
-import os
 from typing import Any
 
 import pytest
 
+from tests.depth import among
 from tests.runtime.engine import v2_program
 from tests.runtime.engine.v2_main import SAMPLED
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 OPERATIONS = 40
 """Random ones."""
-ENGINES = [2, 4] if os.environ.get("SHOAL_PIPELINE_ENGINES") == "4" else [2]
+ENGINES = among([2], 4)
 
 
 @pytest.fixture(scope="module", params=ENGINES)

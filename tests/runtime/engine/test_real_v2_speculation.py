@@ -5,17 +5,17 @@ are accepted is what follows from the tokens (``n_grams``). With ``ngram_gpu``, 
 ahead, so runners find the drafts themselves; with ``ngram`` it does not.
 """
 
-import os
 from typing import Any
 
 import pytest
 
+from tests.depth import among
 from tests.runtime.engine import n_grams, v2_program
 
 pytestmark = pytest.mark.timeout(1200)
 
 
-KINDS = [n_grams.ON_DEVICE, "ngram"] if os.environ.get("SHOAL_FAMILIES") == "all" else []
+KINDS = among([], n_grams.ON_DEVICE, "ngram")
 """None by default, because it takes minutes: ``test_real_v2_draft_model`` checks drafts on V2."""
 
 

@@ -18,6 +18,7 @@ from shoal.runtime.engine.fake.step_times import StepTimes
 from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import cost_model, read_hardware, read_shape
 from shoal.runtime.simulation.simulated_node import simulate
+from tests.depth import among
 
 Truth = Callable[[Layout, Batch, float], float]
 """Maps a step and its simulated seconds to those that it takes."""
@@ -97,6 +98,8 @@ TRUTHS: dict[str, Truth] = {
     "contexts slower": lambda _layout, batch, seconds: seconds + 2e-8 * batch.context_tokens,
     "noisy": noise(0.15),
 }
+HARD = ("group slower with many", "contexts slower", "noisy")
+"""What the cost model cannot learn from single steps."""
 
 
 def seconds_in_single_engines(served: Node, quiet_seconds: float) -> float:
@@ -112,10 +115,10 @@ def seconds_in_single_engines(served: Node, quiet_seconds: float) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("truth", TRUTHS.values(), ids=TRUTHS.keys())
-def test_after_a_crowd_a_node_finds_its_group_within_seconds(truth: Truth) -> None:
+@pytest.mark.parametrize("name", among(HARD, *(TRUTHS.keys() - set(HARD))))
+def test_after_a_crowd_a_node_finds_its_group_within_seconds(name: str) -> None:
     """In the quiet part the group takes at least a tenth less time, whatever else is wrong."""
-    assert seconds_in_single_engines(node(truth), 16.0) < 12.0
+    assert seconds_in_single_engines(node(TRUTHS[name]), 16.0) < 12.0
 
 
 @pytest.mark.slow

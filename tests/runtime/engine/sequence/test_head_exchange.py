@@ -29,6 +29,7 @@ from shoal.runtime.engine.groups.peer_memory import Slot, needed_words
 from shoal.runtime.engine.sequence import peer_exchange_kernel
 from shoal.runtime.engine.sequence.head_exchange import WORD, HeadExchange
 from shoal.runtime.engine.sequence.peer_exchange import PeerExchange
+from tests.depth import among
 
 HEADS, SIZE = 8, 8
 
@@ -171,10 +172,8 @@ SHAPES = [
 ]
 
 
-SHAPES_BY_PEERS = [
-    (tp, max_sp, 1 if max_sp == 2 else 4) for tp, max_sp, kv_heads in SHAPES if kv_heads == 1
-]
-"""An interpreted kernel takes long: groups of each size by each base, with one KV head and with
+SHAPES_BY_PEERS = among([(2, 2, 1), (4, 4, 4)], (4, 2, 1), (8, 2, 1), (8, 4, 4), (8, 8, 4))
+"""An interpreted kernel takes long: bases of all members and of some, with one KV head and with
 several; ``BY_PEERS`` has another number."""
 
 
@@ -254,7 +253,9 @@ WIDE_SHAPES = [
 ]
 
 
-BY_PEERS = [(*shape, True) for shape in WIDE_SHAPES if shape[2] == 2]
+BY_PEERS = [
+    (*shape, True) for shape in among([(4, 4, 2), (8, 4, 2)], (4, 2, 2), (8, 2, 2), (8, 8, 2))
+]
 """An interpreted kernel takes long; the test above has the other numbers of KV heads."""
 
 

@@ -314,8 +314,7 @@ def test_ranges_with_block_wise_scales_are_one_launch_each(
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("name", BLOCK_WISE)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("name", "bias"), [*zip(BLOCK_WISE, (False, True), strict=False)])
 def test_ranges_with_block_wise_scales_are_one_operator_each_to_a_compiler(
     name: str, bias: bool
 ) -> None:

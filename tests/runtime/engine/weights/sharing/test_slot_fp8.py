@@ -24,6 +24,7 @@ from shoal.runtime.engine.weights.sharing.filling import Filling
 from shoal.runtime.engine.weights.sharing.pages import HostPages
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import view_weights
+from tests.depth import DEEP, among
 from tests.runtime.engine.fp8_formats import (
     BLOCK,
     BLOCK_WISE,
@@ -61,6 +62,21 @@ SIZES = Sizes(3 * BLOCK, 4 * BLOCK)
 SECTIONS = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
 """Of ``qkv_proj``: heads."""
 LOADED = [name for name in FORMATS if "online" not in name]
+DIFFERENT = among(
+    [
+        *("fp8 per tensor, static", "fp8 block-wise"),
+        *("compressed-tensors per tensor, dynamic", "compressed-tensors per channel"),
+    ],
+    *("fp8 per tensor, dynamic", "compressed-tensors per tensor, static"),
+    "compressed-tensors block-wise",
+)
+"""Formats of all kinds of scales, and of both libraries: outputs by each take a second or two."""
+SHARES = among([4], 2)
+COMPUTED = [
+    *((2, on_cpu, name) for name in DIFFERENT),
+    *((4, on_simulated_gpu, name) for name in (DIFFERENT if DEEP else DIFFERENT[1::2])),
+]
+"""How many engines share, on which device, and the format."""
 PER_TENSOR = [name for name in LOADED if "tensor," in name]
 
 
@@ -142,7 +158,7 @@ def blocks(model: Any) -> list[Any]:
 # --- bytes ---
 
 
-@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", LOADED)
 def test_what_is_kept_and_streamed_is_the_whole_layer(
     tmp_path: Path, name: str, share: int
@@ -161,7 +177,7 @@ def test_what_is_kept_and_streamed_is_the_whole_layer(
                     assert torch.equal(found.get_parameter(key), scale), (number, of, key)
 
 
-@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", LOADED)
 def test_what_is_kept_and_streamed_of_attention_is_the_whole_layer(
     tmp_path: Path, name: str, share: int
@@ -222,8 +238,7 @@ def test_gate_and_up_get_one_scale_unless_they_are_one_weight(
 # --- outputs ---
 
 
-@pytest.mark.parametrize(("share", "kind"), [(2, on_cpu), (4, on_simulated_gpu)])
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize(("share", "kind", "name"), COMPUTED)
 def test_all_layouts_compute_what_they_do_with_whole_weights(
     tmp_path: Path, name: str, share: int, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,8 +254,7 @@ def test_all_layouts_compute_what_they_do_with_whole_weights(
     assert_right(engines, expected)
 
 
-@pytest.mark.parametrize(("share", "kind"), [(2, on_cpu), (4, on_simulated_gpu)])
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize(("share", "kind", "name"), COMPUTED)
 def test_all_layouts_compute_what_they_do_with_whole_attention(
     tmp_path: Path, name: str, share: int, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +288,7 @@ def test_attention_in_a_slot_that_is_not_filled_changes_what_is_computed(tmp_pat
     assert close == [*(True, True), *(False, True), *(True, True)] * 2
 
 
-@pytest.mark.parametrize("share", [2, 4])
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("name", LOADED)
 def test_pieces_add_up_to_what_the_whole_layer_computes(
     tmp_path: Path, name: str, share: int
@@ -302,7 +316,7 @@ def packed(cpu: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("packed")
-@pytest.mark.parametrize("name", [name for name in LOADED if name not in BLOCK_WISE])
+@pytest.mark.parametrize("name", [name for name in DIFFERENT if name not in BLOCK_WISE])
 def test_a_kernel_that_ignores_strides_gets_packed_pieces(tmp_path: Path, name: str) -> None:
     for number, given in enumerate((weights(name), decoder(name))):
         directory = tmp_path / str(number)
@@ -346,7 +360,7 @@ def assert_right(engines: list[SharingEngine], expected: dict[int, list[Outputs]
             assert_close(*(total(some[first : first + tp]) for some in (found, members)))
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", DIFFERENT)
 def test_stages_compute_what_layouts_without_stages_do(tmp_path: Path, name: str) -> None:
     given = decoder(name)
     engines, expected = node(tmp_path, 4, weights=given), expected_outputs(name, given)
