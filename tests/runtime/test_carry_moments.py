@@ -39,7 +39,7 @@ have lent them 64 blocks."""
 IDLE_TICK = 0.5
 """The same while all of them only wait."""
 MOST_TURNS = 400
-STRIDE = how_many("SHOAL_MOMENT_STRIDE", few=17, many=3)
+STRIDE = how_many("SHOAL_MOMENT_STRIDE", few=13, many=3)
 """Turns from one moment to the next; 1 tries every one, which takes minutes."""
 MOST_ROUNDS = 1000
 PROMPTS = (9, 17, 1, 30, 12, 5, 24, 40)
