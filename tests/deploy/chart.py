@@ -41,7 +41,7 @@ class Objects:
             document
             for name, text in sorted(files.items())
             if name.endswith(".yaml")
-            for document in yaml.safe_load_all(text)
+            for document in yaml.load_all(text, yaml.CSafeLoader)  # in a tenth of the time
             if document is not None
         ]
 

@@ -1,5 +1,6 @@
 """Whatever the values, the objects are valid, belong together, and follow good practice."""
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from itertools import product
@@ -8,6 +9,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+from kubernetes_validate import utils
 
 from tests.deploy.chart import NAMESPACE, RELEASE, Helm, Object, Objects
 from tests.deploy.custom_resources import SPECS
@@ -16,6 +18,14 @@ from tests.deploy.matrix import MATRIX
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
 """The oldest Kubernetes that the chart allows, and the newest that is known."""
 HOST_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_read_once() -> Iterator[None]:
+    """Have the validator read each of its large files once, not anew for each object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield
 
 
 @pytest.fixture(scope="module", params=MATRIX.values(), ids=MATRIX.keys())
