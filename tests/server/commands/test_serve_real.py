@@ -227,8 +227,12 @@ def test_streams_are_the_same_while_the_layout_is_switched_25_times(
     assert audit["problems"] == []
 
 
+STREAMED = 100
+"""Tokens of a stream: about three come between two switches."""
+
+
 async def _streams_under_switches(node: ServedNode) -> int:
-    """Stream four requests alone, then again under switches until done; return the switches."""
+    """Stream four requests, then again under switches until done; return the switches."""
     async with (
         openai.AsyncOpenAI(base_url=f"{node.url}/v1", api_key="none", max_retries=0) as client,
         node.async_client() as admin,
@@ -238,14 +242,14 @@ async def _streams_under_switches(node: ServedNode) -> int:
             chunks = await client.completions.create(
                 model=MODEL,
                 prompt=f"Sea number {number}: " * 4,
-                max_tokens=200,
+                max_tokens=STREAMED,
                 temperature=0,
                 stream=True,
                 extra_body={"ignore_eos": True},
             )
             return [chunk.choices[0].text async for chunk in chunks]
 
-        alone = [await stream(number) for number in range(4)]
+        undisturbed = await asyncio.gather(*(stream(number) for number in range(4)))
         running = [asyncio.create_task(stream(number)) for number in range(4)]
         switches = 0
         while switches < 25 or not all(task.done() for task in running):
@@ -255,7 +259,7 @@ async def _streams_under_switches(node: ServedNode) -> int:
             switches += 1
             # A token of a request of the layout at hand: every layout gets to work.
             await client.completions.create(model=MODEL, prompt="A wave", max_tokens=1)
-        assert ["".join(await task) for task in running] == ["".join(text) for text in alone]
+        assert ["".join(await task) for task in running] == ["".join(text) for text in undisturbed]
         return switches
 
 
