@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from email.parser import Parser
 from importlib.metadata import distribution, packages_distributions
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import pytest
@@ -186,12 +187,20 @@ def closure(declared: Iterable[Requirement]) -> Iterator[str]:
     yield from sorted({name for name, _ in seen})
 
 
+def link(path: Path, target: Path) -> None:
+    """Have a path lead to a file, and where a module's compiled form is sought, to that."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target.resolve())
+    if path.suffix == ".py" and (compiled := Path(cache_from_source(target))).exists():
+        link(Path(cache_from_source(path)), compiled)
+
+
 @pytest.fixture(scope="module")
 def clean(wheel: Path, installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the wheel where there is nothing but what it declares, and return the executables.
 
-    The files of the declared packages are linked one by one from the environment of the tests: this
-    takes a second, and needs no package index.
+    The files of the declared packages are linked one by one from the environment of the tests, and
+    what Python has compiled of them, too: this takes a second, and needs no package index.
     """
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=False, symlinks=True)
@@ -199,8 +208,7 @@ def clean(wheel: Path, installed: Path, tmp_path_factory: pytest.TempPathFactory
     for name in closure(requirements(installed)):
         for file in distribution(name).files or ():
             if not file.parts[0].startswith("..") and file.suffix != ".pyc":
-                (site / file).parent.mkdir(parents=True, exist_ok=True)
-                (site / file).symlink_to(Path(str(file.locate())).resolve())
+                link(site / file, Path(str(file.locate())))
     pip = ["-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet"]
     run([*pip, "--no-deps", "--no-index", str(wheel)], folder)
     return folder / "bin"
