@@ -167,7 +167,7 @@ def draw_case(number: int, attempt: int = 0) -> Case:
     body = {
         "model": MODEL,
         **({"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}),
-        "max_tokens": draw.randrange(32, 64),
+        "max_tokens": draw.randrange(24, 40),
         "return_token_ids": True,
         # Several tokens may have the same text: parts of a character.
         "return_tokens_as_token_ids": True,

@@ -17,6 +17,7 @@ NGRAMS = {
     "prompt_lookup_min": 2,
     "prompt_lookup_max": 4,
 }
+TOKENS = 48
 LAYOUTS = {"dp": [[0], [1]], "tp2": [[0, 1]]}
 QUESTION = "What is the capital of France?"
 """After its answer the model goes on with questions and answers of its own, which say some words
@@ -49,7 +50,7 @@ def ask(http: httpx.Client, **terms: Any) -> dict[str, Any]:
         "model": "shoal-demo",
         "messages": [{"role": "user", "content": QUESTION}],
         "temperature": 0,
-        "max_tokens": 80,
+        "max_tokens": TOKENS,
         **terms,
     }
     answer = http.post("/v1/chat/completions", json=body)
@@ -71,7 +72,7 @@ def drafts(http: httpx.Client) -> Counter[str]:
 
 def test_accepted_drafts_are_counted(http: httpx.Client) -> None:
     before = drafts(http)
-    assert ask(http, ignore_eos=True)["usage"]["completion_tokens"] == 80
+    assert ask(http, ignore_eos=True)["usage"]["completion_tokens"] == TOKENS
     made = drafts(http) - before
     proposed = made["vllm:spec_decode_num_draft_tokens_total"]
     assert proposed >= made["vllm:spec_decode_num_accepted_tokens_total"] > 0

@@ -77,7 +77,7 @@ def _jobs(count: int, prompt: tuple[int, int], tokens: tuple[int, int], seed: in
     ]
 
 
-LINES = _jobs(48, prompt=(160, 240), tokens=(32, 40), seed=1)
+LINES = _jobs(32, prompt=(160, 240), tokens=(32, 40), seed=1)
 PEOPLE = _jobs(4, prompt=(10, 40), tokens=(32, 32), seed=2)
 
 

@@ -290,7 +290,7 @@ def test_totals_are_exact_across_switches(
         cli.main(
             [
                 *("replay", "--base-url", node.url, "--admin-url", node.admin_url),
-                *("--trace", "poisson", "--rate", "50", "--requests", "40"),
+                *("--trace", "poisson", "--rate", "50", "--requests", "20"),
                 # So long that some run whenever the layout is switched, also on a busy machine.
                 *("--prompt-tokens", "9:99", "--output-tokens", "200:400"),
                 *("--max-lag-ms", "60000", "--check-metrics", "--json", str(figures)),

@@ -18,7 +18,7 @@ from tests.server.node import ServedNode, children_of, served_node
 Serve = Callable[..., ServedNode]
 STREAMS = 8
 SEEDED = 4
-TOKENS = 120
+TOKENS = 60
 EARLY = 3
 """Chunks that every stream has got before an engine goes."""
 NO_RESTART = ("--restart-backoff", "1000")
