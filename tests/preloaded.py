@@ -15,6 +15,7 @@ import atexit
 import functools
 import gc
 import importlib
+import logging
 import os
 import pickle
 import select
@@ -27,6 +28,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from logging.config import DictConfigurator
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, NamedTuple, Self
@@ -313,6 +315,7 @@ def _preload() -> None:
     for module in _PRELOADED:
         importlib.import_module(module)
     from shoal.server.options import vllm_options
+    from shoal.runtime.engine.link.seams import check_seams
     from tests.runtime.engine.exact_products import multiply_exactly
 
     multiply_exactly()
@@ -322,9 +325,11 @@ def _preload() -> None:
     args = with_chosen(vllm_options.parse(parser, ["--fake-engine"]))
     know_models()
     vllm_options.make_vllm_config(vllm_options.engine_args(args))
+    check_seams()  # it imports the modules that it looks into
     os.environ.clear()
     os.environ.update(before)
     find_kernels()
+    clear_caches_of_loggers_once()
     gc.collect()
     gc.freeze()  # or every process would copy what its collector looks at
     gc.unfreeze = lambda: None  # which vLLM calls as an engine ends
@@ -341,6 +346,21 @@ def know_models() -> None:
     registry._run_in_subprocess = lambda look: look()
     for model in (llama.LlamaForCausalLM, qwen2.Qwen2ForCausalLM, qwen3.Qwen3ForCausalLM):
         ModelRegistry.register_model(model.__name__, model)
+
+
+def clear_caches_of_loggers_once() -> None:
+    """Have a process that configures logging clear the caches of all loggers once.
+
+    It would do so for each of a thousand loggers, in every process of a node.
+    """
+    configure = DictConfigurator.configure
+
+    def configure_quickly(configurator: DictConfigurator) -> None:
+        with patch.object(logging.Manager, "_clear_cache", lambda _: None):
+            configure(configurator)
+        logging.root.setLevel(logging.root.level)  # this clears them
+
+    DictConfigurator.configure = configure_quickly  # type: ignore[method-assign]
 
 
 class _Interpreter:
