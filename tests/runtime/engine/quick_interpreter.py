@@ -31,6 +31,7 @@ def be_quick(*, find_overflows: bool) -> None:
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=find_overflows)
     tl.tensor.__init__ = _tensor
+    tl.block_type.__init__ = _known(tl.block_type.__init__)
 
 
 def _patch_once(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -57,6 +58,21 @@ def _by_name(np_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return found[dtype.name]
 
     return look_up
+
+
+def _known(make: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
+    """Return what gives a type of blocks what ``make`` has given to one of the same elements."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def make_quickly(self: Any, of: Any, shape: Any) -> None:
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        key = of.name, getattr(of, "address_space", None), sizes
+        if key not in known:
+            make(self, of, shape)
+            known[key] = dict(vars(self))
+        vars(self).update(known[key])
+
+    return make_quickly
 
 
 @functools.cache

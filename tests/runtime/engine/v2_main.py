@@ -26,7 +26,7 @@ from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp
 
 PROMPTS = [*random_prompts((5, 33, 70), seed=3), SHARED[0][:90]]
-TOKENS = 16
+TOKENS = 12
 SAMPLED_TOKENS = 32
 """Of requests that two switches carry: so many that none ends before the second one."""
 PATIENCE_SECONDS = 600.0
@@ -87,7 +87,7 @@ def through_switches(node: real_node.RealNode) -> tuple[dict[str, list[str]], di
     Returns:
         The requests, all ended, by what became of them; and what the switches said.
     """
-    requests = {"moved": node.submit(None, PROMPTS[2:], TOKENS)}
+    requests = {"moved": node.submit(None, PROMPTS[2:], 2 * TOKENS)}
     node.wait_for_tokens(requests["moved"], 2)
     sent: list[m.Message] = []
     node.transport.before_send = lambda _engine, message: sent.append(message)
@@ -148,7 +148,7 @@ def main(directory: Path, operations: int) -> dict[str, Any]:
         tokens["dp with whole weights"] = node.generate_spread(UNITS, PROMPTS, TOKENS)
         streamed.append(node.probe(0, probes.streams))
         node.change_memory(2)
-        paused = node.submit(alone(1), PROMPTS, TOKENS)
+        paused = node.submit(alone(1), PROMPTS, 2 * TOKENS)
         node.wait_for_tokens(paused, 2)
         with node.bound(GROUP):
             tokens["tp2"] = node.generate(GROUP, PROMPTS, TOKENS)
@@ -163,9 +163,10 @@ def main(directory: Path, operations: int) -> dict[str, Any]:
         with node.bound(GROUP):
             alike.append(samples_alike(node))
         modes = node.probe(1, probes.take_modes)
-        tokens["paused dp"] = node.wait(paused)
+        tokens["paused dp"] = [output[:TOKENS] for output in node.wait(paused)]
         requests, switches = through_switches(node)
-        tokens["moved"] = tokens["dp"][:2] + node.wait(requests["moved"])
+        moved = node.wait(requests["moved"])
+        tokens["moved"] = tokens["dp"][:2] + [output[:TOKENS] for output in moved]
         sampled |= {name: node.wait(requests[name]) for name in ("sampled", "others")}
         differ = difference(node, requests["sampled"][-1], expected[both - 1])
         problems = node.audit()
