@@ -314,8 +314,8 @@ def _preload() -> None:
     prepare_environment(os.environ, ["--fake-engine"])
     for module in _PRELOADED:
         importlib.import_module(module)
-    from shoal.server.options import vllm_options
     from shoal.runtime.engine.link.seams import check_seams
+    from shoal.server.options import vllm_options
     from tests.runtime.engine.exact_products import multiply_exactly
 
     multiply_exactly()
@@ -355,9 +355,9 @@ def clear_caches_of_loggers_once() -> None:
     """
     configure = DictConfigurator.configure
 
-    def configure_quickly(configurator: DictConfigurator) -> None:
+    def configure_quickly(self: DictConfigurator) -> None:
         with patch.object(logging.Manager, "_clear_cache", lambda _: None):
-            configure(configurator)
+            configure(self)
         logging.root.setLevel(logging.root.level)  # this clears them
 
     DictConfigurator.configure = configure_quickly  # type: ignore[method-assign]
