@@ -12,6 +12,7 @@ from shoal.runtime.engine.weights.sharing.filling import PATIENCE_SECONDS
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from shoal.runtime.protocol.messages.views import MemoryView
+from tests.depth import among
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
 from tests.runtime.engine.prompts import PROMPTS
@@ -21,13 +22,13 @@ from tests.units import tp
 from tests.variety import is_varied
 
 PAIR = tp(0, 1)
-LAYERS = 10
+LAYERS = 5
 STREAMED = LAYERS + 1
 """The LM head, in one piece, is streamed as a layer is."""
 SHORT = PROMPTS[:6]
 TOKENS = 96
 """Of requests that run while memory moves."""
-FEW = 24
+FEW = 12
 """Of requests that show what weights an engine has: every token depends on all layers."""
 
 
@@ -47,7 +48,7 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def node(model: Path) -> Iterator[RealNode]:
-    sizes = {"kv_cache_memory_bytes": 24 << 20}
+    sizes = {"kv_cache_memory_bytes": 13 << 20}
     with RealNode(model, 2, restart_limit=9, share_weights=2, max_sp=2, **sizes) as node:
         yield node
 
@@ -131,12 +132,12 @@ def end(node: RealNode, unit: Unit, requests: list[str]) -> None:
 def assert_group_serves(node: RealNode, expected: list[list[int]]) -> None:
     """In TP, and in SP, whose steps run the model of DP."""
     prompts = fresh()
-    alike = node.generate(alone(0), prompts)
+    alike = node.generate(alone(0), prompts, FEW)
     node.switch(PAIR)
     assert_serves(node, PAIR, expected)
     node.probe_all(probes.take_modes)
     node.script(Script.SP)
-    assert node.generate(PAIR, prompts) == alike
+    assert node.generate(PAIR, prompts, FEW) == alike
     node.script(Script.TP)
     assert all(modes[Mode.SP] for modes in node.probe_all(probes.take_modes))
 
@@ -239,10 +240,7 @@ def run_on_blocks_that_go(node: RealNode, unit: Unit) -> dict[str, int]:
     return {request: has[request] for request in kept}
 
 
-UNITS = pytest.mark.parametrize("unit", [alone(0), PAIR], ids=["alone", "group"])
-
-
-@UNITS
+@pytest.mark.parametrize("unit", [alone(0), PAIR], ids=["alone", "group"])
 def test_requests_whose_blocks_go_keep_their_kv_where_there_is_room(
     node: RealNode, expected: list[list[int]], unit: Unit
 ) -> None:
@@ -258,7 +256,7 @@ def test_requests_whose_blocks_go_keep_their_kv_where_there_is_room(
             assert max(node.probe(engine, probes.physical_blocks, request)) <= left
 
 
-@UNITS
+@pytest.mark.parametrize("unit", among([alone(0)], PAIR), ids=str)
 def test_kv_that_is_not_copied_would_change_tokens(
     node: RealNode, expected: list[list[int]], unit: Unit
 ) -> None:
