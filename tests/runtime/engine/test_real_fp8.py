@@ -144,7 +144,7 @@ def test_fp8_kv_of_one_head_is_carried_to_both_members_and_back(
     """
     (prompt,) = random_prompts((300,), seed=12 + damaged)
     (expected,) = node.generate(alone(0), [prompt], TOKENS)
-    requests = node.submit(alone(0), [prompt], 400)
+    requests = node.submit(alone(0), [prompt], 250)
     node.wait_for_tokens(requests, 3)
 
     def damage(_engine: int, message: m.Message) -> None:
