@@ -8,7 +8,7 @@ import pytest
 from tests.preloaded import know_models
 from tests.runtime.engine.prompts import MANY, PROMPTS, SHARED, Stock, make_model
 
-MOST_TOKENS = 250
+MOST_TOKENS = 100
 """Output tokens of the longest comparison."""
 
 

@@ -101,7 +101,7 @@ def test_a_grammar_has_the_token_of_every_step(node: RealNode, llama: Path, stoc
 
 def test_tokens_are_stocks_where_blocks_run_out(llama: Path, stock: Stock) -> None:
     """Requests are preempted between steps that go ahead, and come back."""
-    counts = range(45, 45 + 7 * len(MANY), 7)
+    counts = range(25, 25 + 5 * len(MANY), 5)
     expected = stock(MANY, counts[-1])
     with RealNode(
         llama, 2, max_sp=2, async_scheduling=True, kv_cache_memory_bytes=1_200_000

@@ -1,7 +1,8 @@
 """Experts in FP8 with scales of blocks on real engines, divided by shares (TP) and by number (EP).
 
 The engines that divide them by number also share them: each keeps a half. With
-``SHOAL_TESTS=all`` they share those of compressed-tensors, too, in blocks and in channels.
+``SHOAL_TESTS=all`` they share those of compressed-tensors, too, in blocks and in channels, and
+requests are carried.
 
 vLLM has no kernel for them on CPUs that leaves them in place, and computes FP8 in 16 bits alone.
 Here an operator of Shoal computes them, and the node takes fp32, as sums in layouts differ too much
@@ -152,6 +153,8 @@ def node(checkpoints: Checkpoints, form: Form) -> Iterator[RealNode]:
 
 
 class TestFp8Experts(EveryLayout):
+    carries = False
+
     def test_the_wrong_experts_change_the_tokens(self, node: RealNode, form: Form) -> None:
         """It is last: what it leaves in the prefix cache is wrong."""
         assert_wrong_experts_change_tokens(node, by_number=form.is_shared)

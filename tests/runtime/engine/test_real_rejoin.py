@@ -25,6 +25,7 @@ from tests.units import pp, tp
 
 PAIR, STAGES = GROUPS = tp(0, 1), pp(0, 1)
 SHORT = PROMPTS[:4]
+TOKENS = 12
 MOMENTS = among(
     [pytest.param(m.Import, 0, id="both")],
     pytest.param(m.Export, 0, id="source"),
@@ -42,7 +43,7 @@ def node(llama: Path) -> Iterator[RealNode]:
 
 @pytest.fixture(scope="module")
 def expected(stock: Stock) -> list[list[int]]:
-    return stock(SHORT, 32)
+    return stock(SHORT, TOKENS)
 
 
 @contextmanager
@@ -58,18 +59,18 @@ def scripted(node: RealNode, script: Script) -> Iterator[None]:
 def assert_serve(node: RealNode, expected: list[list[int]]) -> None:
     """Let both engines serve alone, then together in TP, in SP and in stages, then alone again."""
     for engine in PAIR.engines:
-        assert node.generate(alone(engine), SHORT) == expected
+        assert node.generate(alone(engine), SHORT, TOKENS) == expected
     for script in (Script.TP, Script.SP):
         node.probe_all(probes.take_modes)
         with scripted(node, script), node.bound(PAIR):
-            assert node.generate(PAIR, SHORT) == expected
+            assert node.generate(PAIR, SHORT, TOKENS) == expected
         first, second = node.probe_all(probes.take_modes)
         assert first == second, "the members ran different modes"
         assert [mode for mode, steps in first.items() if steps] == [script]
     with node.bound(STAGES):
-        assert node.generate(STAGES, SHORT) == expected
+        assert node.generate(STAGES, SHORT, TOKENS) == expected
     for engine in PAIR.engines:
-        assert node.generate(alone(engine), SHORT) == expected
+        assert node.generate(alone(engine), SHORT, TOKENS) == expected
     assert node.audit() == []
 
 
@@ -81,8 +82,8 @@ def test_an_engine_comes_back_while_the_other_serves(
 ) -> None:
     # The group was at work before, in both modes.
     with scripted(node, Script.ALTERNATE), node.bound(PAIR):
-        assert node.generate(PAIR, SHORT) == expected
-    serving = node.submit(alone(survivor), SHORT, max_tokens=400)
+        assert node.generate(PAIR, SHORT, TOKENS) == expected
+    serving = node.submit(alone(survivor), SHORT, max_tokens=200)
     node.wait_for_tokens(serving, 1)
     node.kill(part)
     node.until(lambda: node.controller.books.engines.gone, "the death to be known")
@@ -90,7 +91,7 @@ def test_an_engine_comes_back_while_the_other_serves(
         node.switch(PAIR)
 
     node.bring_back(*GROUPS)
-    assert [tokens[:32] for tokens in node.wait(serving)] == expected
+    assert [tokens[:TOKENS] for tokens in node.wait(serving)] == expected
     assert_serve(node, expected)
 
 
@@ -100,7 +101,7 @@ def test_an_engine_dies_while_requests_are_carried(
 ) -> None:
     """Half of the KV is its own, and half of the requests come to it."""
     node.switch(PAIR)
-    requests = node.submit(None, SHORT, max_tokens=300)
+    requests = node.submit(None, SHORT, max_tokens=200)
     node.wait_for_tokens(requests, 3)
 
     def kill(engine: int, sent: m.Message) -> None:
@@ -115,7 +116,7 @@ def test_an_engine_dies_while_requests_are_carried(
     dead = node.controller.books.engines.in_state
     node.until(lambda: dead(EngineState.DEAD), "a death to be known")
     node.bring_back(*GROUPS)
-    assert [tokens[:32] for tokens in node.wait(requests)] == expected
+    assert [tokens[:TOKENS] for tokens in node.wait(requests)] == expected
     assert_serve(node, expected)
 
 
@@ -142,7 +143,7 @@ def test_a_request_that_kills_its_engine_again_is_given_up(
     # The survivor waits in vain for the one that is killed as they form their groups.
     node.probe(0, probes.wait_for_members, 3.0)
     poison = node.submit(alone(1), SHORT[:1], max_tokens=800)
-    serving = node.submit(alone(0), SHORT, max_tokens=400)
+    serving = node.submit(alone(0), SHORT, max_tokens=200)
     node.wait_for_tokens(poison + serving, 1)
     node.kill("runner-1")
 
@@ -158,7 +159,7 @@ def test_a_request_that_kills_its_engine_again_is_given_up(
     assert node.controller.books.statistics.requests.total(m.Outcome.POISONED) == 1
     node.probe(0, probes.wait_for_members, REJOIN_SECONDS)
     node.bring_back(*GROUPS)
-    assert [tokens[:32] for tokens in node.wait(serving)] == expected
+    assert [tokens[:TOKENS] for tokens in node.wait(serving)] == expected
     assert_serve(node, expected)
 
 

@@ -31,7 +31,7 @@ CARRY = m.Treatment.CARRY
 LAYERS = 6
 HEAD = LAYERS
 """The number of what is in a slot after the last layer: the LM head, in one piece."""
-FEW = 80
+FEW = 56
 """Tokens of requests that run while memory moves."""
 _seeds = itertools.count(4200)
 

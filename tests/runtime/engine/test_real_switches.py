@@ -51,8 +51,8 @@ def tokens_alone(node: RealNode, prompts: list[list[int]], max_tokens: int = 32)
 def test_a_paused_requests_kv_stays_and_it_resumes_without_recomputing(node: RealNode) -> None:
     (prompt,) = fresh(210)
     group_prompts = fresh(300, 130, 64)
-    expected = tokens_alone(node, [prompt], max_tokens=150)
-    (paused,) = node.submit(alone(0), [prompt], max_tokens=150)
+    expected = tokens_alone(node, [prompt], max_tokens=100)
+    (paused,) = node.submit(alone(0), [prompt], max_tokens=100)
     node.wait_for_tokens([paused], 20)
 
     view = node.switch(GROUP)
@@ -70,7 +70,7 @@ def test_a_paused_requests_kv_stays_and_it_resumes_without_recomputing(node: Rea
     assert view.resumed == 1
     assert node.wait([paused]) == expected
     computed = node.probe(0, probes.scheduled)[paused]
-    assert computed == 210 + 150 - 1, "every token but the last is computed once"
+    assert computed == 210 + 100 - 1, "every token but the last is computed once"
     assert node.audit() == []
 
 
@@ -230,13 +230,13 @@ def damaged_run(node: RealNode, damage: Callable[..., None], *arguments: object)
     """Damage a running group's follower; return whether the tokens show it."""
     (prompt,) = fresh(300)
     # Engine 0's: the damage may reach what engine 1 has cached.
-    expected = node.generate(alone(0), [prompt], max_tokens=150)
+    expected = node.generate(alone(0), [prompt], max_tokens=80)
     with node.bound(GROUP):
-        (request,) = node.submit(GROUP, [prompt], max_tokens=150)
+        (request,) = node.submit(GROUP, [prompt], max_tokens=80)
         node.wait_for_tokens([request], 5)
         node.probe(1, damage, *(request if argument is ... else argument for argument in arguments))
         before = len(node.tokens[request])
-        assert before < 150, "it came too late"
+        assert before < 80, "it came too late"
         got = node.wait([request])
     return got != expected
 

@@ -1,6 +1,7 @@
 """Real engines whose groups compute whole experts in long steps and shares of each in short ones.
 
-fp32, greedy. ``test_real_experts`` has groups that always compute shares.
+fp32, greedy. ``test_real_experts`` has groups that always compute shares, and its requests are
+carried. With ``SHOAL_TESTS=all`` these are, too.
 """
 
 from collections.abc import Iterator
@@ -39,6 +40,8 @@ def node(model: Path) -> Iterator[RealNode]:
 
 
 class TestWholeExperts(EveryLayout):
+    carries = False
+
     def test_wrong_experts_change_the_tokens_of_their_steps(self, node: RealNode) -> None:
         """It is last: what it leaves in the prefix cache is wrong."""
         assert_wrong_experts_change_tokens_by_length(node)
