@@ -1,8 +1,7 @@
 """The own steps of a group's members go on while the group is formed anew, also while it compiles.
 
-Its models are traced for compilation, so that a warm-up is noticeable work; what Inductor would
-make of them matters to no step. The tests use one node up. With ``SHOAL_TESTS=all`` a leader
-survives, too.
+Its models are compiled, so that a warm-up is noticeable work. The tests use one node up. With
+``SHOAL_TESTS=all`` a leader survives, too.
 """
 
 from collections.abc import Iterator
@@ -35,8 +34,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealNode]:
     model = tmp_path_factory.mktemp("models") / "one-layer"  # its compilation takes half as long
     write_checkpoint(model, CheckpointSpec(layers=1))
     cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("compiled"))}
-    options = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
-    with RealNode(model, 2, restart_limit=9, environment=cache, **options) as node:
+    with RealNode(model, 2, restart_limit=9, enforce_eager=False, environment=cache) as node:
         yield node
 
 
