@@ -28,7 +28,7 @@ from tests.runtime.engine.scripted_shift import steps_ahead
 from tests.units import tp, tp_units
 
 ENGINES = 4
-OPERATIONS = how_many("SHOAL_RANDOM_OPERATIONS", few=300, many=2000)
+OPERATIONS = how_many("SHOAL_RANDOM_OPERATIONS", few=500, many=2000)
 SEED = int(os.environ.get("SHOAL_RANDOM_SEED", "20"))
 TOKENS = 12
 ALL = PROMPTS + SHARED

@@ -26,8 +26,6 @@ from tests.units import tp
 QUARTET = tp(0, 1, 2, 3)
 LONG = 240
 """Output tokens of requests that are carried wrongly: so many that none ends before the switch."""
-RARE = "tp2 to tp2"
-"""Requests go from one of two groups to the other only where one is told to even them out."""
 _seeds = itertools.count(2000)
 
 
@@ -50,9 +48,7 @@ def test_no_request_loses_or_repeats_a_token(node: RealNode, model: Path) -> Non
     assert lived.lent == 0
     assert sum(lived.counts.values()) == OPERATIONS
     assert min(lived.counts["requests"], lived.counts["switches"]) > OPERATIONS // 4
-    if OPERATIONS >= 300:  # fewer need not try every direction
-        assert lived.directions.keys() >= DIRECTIONS - {RARE}
-    if OPERATIONS >= 500:
+    if OPERATIONS >= 500:  # fewer need not try every direction
         assert lived.directions.keys() == DIRECTIONS
         assert lived.parked > 0
     for ran in lived.modes:
