@@ -206,7 +206,7 @@ def test_the_wrong_replica_of_a_kv_head_changes_the_tokens(
 
 CARRY = m.Treatment.CARRY
 CARRIED_TOKENS = 48
-SHORT_WAY = ("tp4", "mixed")
+SHORT_WAY = ("tp4", "mixed", "dp")
 WAY = ("tp4", "tp2x2", "mixed", "tp2x2", "tp4", "dp")
 """From single engines on, which gives every way between two layouts but one, and that is the first
 of them in the other direction."""
