@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests.depth import DEEP
-
 # Read by vLLM and PyTorch when they are imported, so they must be set before any test module.
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -70,7 +68,7 @@ _numbers = itertools.count()
 settings.register_profile("shoal", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.register_profile("quick", settings.get_profile("shoal"), max_examples=15)  # make quick
 settings.register_profile("deep", settings.get_profile("shoal"), max_examples=300)
-settings.load_profile("deep" if DEEP else "shoal")
+settings.load_profile("deep" if os.environ.get("SHOAL_TESTS") == "all" else "shoal")
 
 
 @pytest.hookimpl(tryfirst=True)
