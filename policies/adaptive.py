@@ -234,6 +234,8 @@ def _by_hindsight(
     near = [c for c, one in accounts.items() if one.is_near or (one.has_room and c in surge)]
     pause = memory.surges.pause(snapshot.now) if lasting else LOOK_SECONDS
     early = snapshot.since_switch < LEAST_SECONDS or snapshot.now - memory.looked < pause
+    if not snapshot.requests:  # a group that nobody is in can be left when a crowd is there
+        near = [c for c in near if len(c) < len(here)]
     if not near or early:
         return Plan(dispatches, memory=memory, verdicts=verdicts_of(accounts, memory.foreseen))
     stops = {c: forecast.whole_stop(c) for c in near}

@@ -130,6 +130,18 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
     assert reviews(quiet, 80.0) > 1
 
 
+def test_a_group_that_nobody_is_in_is_left_when_requests_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody knows what comes next, and the switch takes a millisecond then, too."""
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
+    empty = replace(chats(node(TP, rate=10.0)), memory=GROWS.memory)
+    assert empty.requests == 0
+    assert wanted(empty) == TP
+    assert wanted(GROWS) != TP
+
+
 def test_a_surge_is_left_for_what_brings_more_than_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The looks of a surge are many, and the best of them says too much."""
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
