@@ -157,6 +157,8 @@ class Chaos:
         self._root = self._node.process.pid
         self._memory = MemoryLog(self._root)
         self._recovering: set[asyncio.Task[None]] = set()
+        self._stopped: set[int] = set()
+        """Processes that were stopped for good: the end of a stall must not let them go on."""
 
     def run(self) -> Report:
         """Torment the node, leave it alone, check it, and end it."""
@@ -316,6 +318,8 @@ class Chaos:
         restarts = (await self._layout(http))["engines"][engine]["restarts"]
         if not send(pid, number):
             return
+        if number == signal.SIGSTOP:
+            self._stopped.add(pid)
         self.report.events[event] += 1
         task = asyncio.create_task(self._time_recovery(http, engine, restarts))
         self._recovering.add(task)
@@ -335,7 +339,8 @@ class Chaos:
         if picked is not None and send(picked[0], signal.SIGSTOP):
             self.report.events[Event.STALL] += 1
             await asyncio.sleep(rng.uniform(0, STALL_SECONDS))
-            send(picked[0], signal.SIGCONT)
+            if picked[0] not in self._stopped:
+                send(picked[0], signal.SIGCONT)
 
     # --- afterwards ---------------------------------------------------------------------------
 
