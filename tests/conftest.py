@@ -14,7 +14,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     # Numba would compile vLLM's search for n-grams in each engine, for longer than it searches.
     NUMBA_DISABLE_JIT="1",
-    NUMBA_NUM_THREADS="1",  # OpenMP in processes that search for n-grams
+    NUMBA_NUM_THREADS="1",  # it sets OpenMP's, where n-grams are searched for
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
     # Without this, PyTorch asks the compiler for each of the processor's vector instructions: it
@@ -68,6 +68,7 @@ _numbers = itertools.count()
 settings.register_profile("shoal", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.register_profile("quick", settings.get_profile("shoal"), max_examples=15)  # make quick
 settings.register_profile("deep", settings.get_profile("shoal"), max_examples=300)
+# As ``tests/depth.py`` says, which this module does not import: its tests run it alone.
 settings.load_profile("deep" if os.environ.get("SHOAL_TESTS") == "all" else "shoal")
 
 

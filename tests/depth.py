@@ -15,8 +15,15 @@ T = TypeVar("T")
 DEEP = os.environ.get("SHOAL_TESTS") == "all"
 """Whether tests go through every combination."""
 
-only_deep = pytest.mark.skipif(not DEEP, reason="SHOAL_TESTS is not all")
+NOT_DEEP = "SHOAL_TESTS is not all"
+only_deep = pytest.mark.skipif(not DEEP, reason=NOT_DEEP)
 """Marks a test that repeats what others check in another combination."""
+
+
+def skip_unless_deep() -> None:
+    """Leave out a test that repeats, for the present parameters, what it checks with others."""
+    if not DEEP:
+        pytest.skip(NOT_DEEP)
 
 
 def among(few: Sequence[T], *rest: T) -> list[T]:

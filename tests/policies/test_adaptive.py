@@ -133,7 +133,7 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
 def test_a_group_that_nobody_is_in_is_left_when_requests_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody knows what comes next, and the switch takes a millisecond then, too."""
+    """Nobody knows what comes next, and the node can leave the group as well when it comes."""
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
     empty = replace(chats(node(TP, rate=10.0)), memory=GROWS.memory)

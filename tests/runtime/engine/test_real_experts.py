@@ -13,7 +13,7 @@ from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition, singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
-from tests.depth import DEEP
+from tests.depth import skip_unless_deep
 from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import ALL, TOKENS, assert_wrong_experts_change_tokens
 from tests.runtime.engine.prompts import (
@@ -58,12 +58,6 @@ def widest(engines: int) -> Unit:
     return tp(*range(engines))
 
 
-def skip_unless_deep(model: Path, *families: str) -> None:
-    """Leave out a test of some families that says the same of another one."""
-    if model.name in families and not DEEP:
-        pytest.skip("SHOAL_TESTS is not all")
-
-
 def test_tokens_are_stocks_in_every_layout(
     node: RealNode, expected: Expected, engines: int
 ) -> None:
@@ -94,7 +88,8 @@ def test_tokens_are_stocks_however_steps_run(
 def test_carried_requests_go_on_with_the_right_tokens(
     node: RealNode, model: Path, widest: Unit
 ) -> None:
-    skip_unless_deep(model, "mixtral", "glm4-moe", "llama4")
+    if model.name in ("mixtral", "glm4-moe", "llama4"):
+        skip_unless_deep()
     node.switch()
     prompts = random_prompts((5, 33, 64, 150), seed=41)
     requests = [
@@ -118,6 +113,7 @@ def test_no_layout_but_dp_owns_weights(node: RealNode, engines: int) -> None:
 
 def test_the_wrong_experts_change_the_tokens(node: RealNode, model: Path, widest: Unit) -> None:
     """It is last: what it leaves in the prefix cache is wrong."""
-    skip_unless_deep(model, "glm4-moe", "llama4")
+    if model.name in ("glm4-moe", "llama4"):
+        skip_unless_deep()
     by_number = model.name == "qwen3-moe"
     assert_wrong_experts_change_tokens(node, widest, by_number=by_number)

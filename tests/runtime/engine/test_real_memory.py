@@ -1,4 +1,7 @@
-"""Engines whose memory moves between weights and KV while they serve: tokens stay the same."""
+"""Engines whose memory moves between weights and KV while they serve: tokens stay the same.
+
+With ``SHOAL_TESTS=all`` a group shows, too, that KV which was not copied would be noticed.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -256,7 +259,9 @@ def test_requests_whose_blocks_go_keep_their_kv_where_there_is_room(
             assert max(node.probe(engine, probes.physical_blocks, request)) <= left
 
 
-@pytest.mark.parametrize("unit", among([alone(0)], PAIR), ids=str)
+@pytest.mark.parametrize(
+    "unit", among([pytest.param(alone(0), id="alone")], pytest.param(PAIR, id="group"))
+)
 def test_kv_that_is_not_copied_would_change_tokens(
     node: RealNode, expected: list[list[int]], unit: Unit
 ) -> None:

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from shoal.runtime.protocol import messages as m
-from tests.depth import DEEP
+from tests.depth import skip_unless_deep
 from tests.random_checkpoint import CheckpointSpec, model_config, write_checkpoint
 from tests.runtime.engine.prompts import PROMPTS, SHARED, random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
@@ -146,8 +146,8 @@ def test_tokens_are_stocks_in_sp(node: RealNode, expected: Expected) -> None:
 
 
 def test_requests_go_along_with_their_kv(node: RealNode, name: str) -> None:
-    if name == "mistral-some-layers" and not DEEP:
-        pytest.skip("SHOAL_TESTS is not all")
+    if name == "mistral-some-layers":
+        skip_unless_deep()
     prompts = random_prompts((40, 130, 300, 7), seed=21)
     node.switch(alone(0), alone(1))
     expected = node.generate(alone(1), prompts, TOKENS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ from shoal.runtime.engine.weights.view_loader import (
     view_weights,
 )
 from shoal.runtime.served_weights import FP8_QUANTISATIONS
+from tests.depth import DEEP
 from tests.runtime.engine.fp8_formats import (
     BLOCK,
     BLOCK_WISE,
@@ -313,8 +315,13 @@ def test_ranges_with_block_wise_scales_are_one_launch_each(
     assert launched == [QKV_OF_TWO, (HIDDEN,), (HIDDEN,)]
 
 
+EVERY_COMPILED = list(product(BLOCK_WISE, (False, True)))
+COMPILED = EVERY_COMPILED if DEEP else EVERY_COMPILED[::3]
+"""Formats with and without a bias; to compile one takes seconds."""
+
+
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize(("name", "bias"), [*zip(BLOCK_WISE, (False, True), strict=False)])
+@pytest.mark.parametrize(("name", "bias"), COMPILED)
 def test_ranges_with_block_wise_scales_are_one_operator_each_to_a_compiler(
     name: str, bias: bool
 ) -> None:
