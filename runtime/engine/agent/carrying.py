@@ -110,7 +110,9 @@ class Carrying:
 
         An engine that has just gone on alone waits for the requests that it expects: they have run
         in a group until now, and would wait for the prompts of new ones. A new group waits for
-        ``TOGETHER_SECONDS``: its members' last steps mostly end at the same time.
+        ``TOGETHER_SECONDS``: its members' last steps mostly end at the same time. While it has no
+        request at all it waits for the first: a step that only says which requests have ended
+        would be in flight when they come, and keep their step from being sent ahead.
         """
         if self._waits_until(core) > self._clock():
             return True
@@ -121,7 +123,7 @@ class Carrying:
         beginning = self._binding.beginning
         if beginning is None or beginning.core is not core or not self.expects(core):
             return -math.inf
-        return beginning.by
+        return beginning.by if core.num_requests else math.inf
 
     def take_out(self) -> bool:
         """Export what can be exported now; return whether a core goes on."""

@@ -13,7 +13,7 @@ import msgspec
 from shoal.runtime.clock import Clock
 from shoal.runtime.engine.agent.binding import Bind, Binding, State
 from shoal.runtime.engine.agent.carrying import Carrying
-from shoal.runtime.engine.agent.interface import EngineBackend, GroupCore, plain_lease
+from shoal.runtime.engine.agent.interface import Core, EngineBackend, GroupCore, plain_lease
 from shoal.runtime.engine.agent.sliced_work import OF_EVERY_CARRY, SlicedWork
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport
@@ -133,7 +133,9 @@ class Lending:
     def tend(self) -> None:
         """Ask for blocks that the bound group wants; give back what groups hold that are not bound.
 
-        A group to which requests are about to come keeps what it was lent ahead of them.
+        A group to which requests are about to come keeps what it was lent ahead of them. A group
+        that has just been released gives nothing back as long as the requests that have run in it
+        stand still, because a portion takes milliseconds.
         """
         serving, self._returns, self._asks_at = self._binding.serving, False, None
         for core in self._backend.groups.values():
@@ -141,8 +143,18 @@ class Lending:
                 if self._works(core):
                     self._ask(core, self._clock())
             elif core.lease_blocks and not core.in_flight and not self._carrying.expects(core):
+                if self._is_awaited():
+                    continue
                 self._return(core, m.PORTION)
                 self._returns |= core.load.free_blocks > 0
+
+    def _is_awaited(self) -> bool:
+        """Return whether requests, which have room, stand still until a core here goes on."""
+        carrying, beginning = self._carrying, self._binding.beginning
+        core: Core | None = beginning.core if beginning is not None else None
+        if self._binding.awaits_answer:
+            core = self._backend.own
+        return core is not None and carrying.expects(core) and not carrying.lacking(core)
 
     def _works(self, core: GroupCore) -> bool:
         return bool(core.num_requests or core.in_flight or self._carrying.lacking(core))

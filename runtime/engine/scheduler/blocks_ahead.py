@@ -231,6 +231,9 @@ class BlocksAhead:
             if copied:
                 self._cache(reserved)
             self._blocks.keep_promise(reserved.request, copied=copied)
+            if not reserved.awaited:
+                # To forget those that do not come takes a while, and when others come, they wait.
+                self._carried.forget([name])
             if not (copied and reserved.awaited):
                 self._forget(carry, [name])
         return len(left) <= AT_ONCE

@@ -350,6 +350,16 @@ def test_a_group_waits_for_nobody_before_a_request_has_come(bench: Bench, nothin
     assert len(tokens_of(bench, "new")) == 2
 
 
+def test_a_group_without_requests_takes_no_step_before_the_first_comes(bench: Bench) -> None:
+    """A step that says what has ended would be in flight, and theirs could not be sent ahead."""
+    expect(bench, "late", unit=GROUP)
+    bench.bind()
+    group = bench.backend.groups[GROUP]
+    assert group not in bench.agent.active
+    take_in(bench, carried("late"), unit=GROUP)
+    assert group in bench.agent.active
+
+
 def test_an_engine_that_goes_on_alone_waits_for_what_it_expects(bench: Bench) -> None:
     bench.bind()
     expect(bench, "r")
