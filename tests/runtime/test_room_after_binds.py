@@ -15,19 +15,25 @@ PAIRS, ALL = (tp(0, 1), tp(2, 3)), (tp(0, 1, 2, 3),)
 SPACIOUS = FakeSettings(num_blocks=1024, block_tokens=16, max_num_seqs=64, max_model_len=4000)
 
 
-@pytest.mark.parametrize("prompt", [20, 200, 400])
-@pytest.mark.parametrize("seed", [None, 1])
-def test_no_request_is_preempted_when_memory_is_ample(
-    monkeypatch: pytest.MonkeyPatch, prompt: int, seed: int | None
-) -> None:
-    preempted: list[str] = []
+@pytest.fixture
+def preempted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the requests that schedulers have preempted."""
+    found: list[str] = []
     preempt = FakeScheduler.preempt
 
     def note(scheduler: FakeScheduler, request: FakeRequest) -> None:
-        preempted.append(request.id)
+        found.append(request.id)
         preempt(scheduler, request)
 
     monkeypatch.setattr(FakeScheduler, "preempt", note)
+    return found
+
+
+@pytest.mark.parametrize("prompt", [20, 200, 400])
+@pytest.mark.parametrize("seed", [None, 1])
+def test_no_request_is_preempted_when_memory_is_ample(
+    preempted: list[str], prompt: int, seed: int | None
+) -> None:
     node = LoopbackNode(4, seed=seed, settings=SPACIOUS)
     node.settle()
     for k in range(32):
@@ -41,3 +47,26 @@ def test_no_request_is_preempted_when_memory_is_ample(
     node.assert_exact()
     assert preempted == []
     assert node.value("shoal_carried_requests_total", outcome="carried") == 32 * 6
+
+
+@pytest.mark.parametrize("answer", [300, 1400])
+def test_caches_take_no_room_from_running_requests(preempted: list[str], answer: int) -> None:
+    """They lie in two places while they are copied, with their answers, of any length."""
+    settings = FakeSettings(
+        num_blocks=512, block_tokens=16, max_num_seqs=64, max_model_len=4000, copy_seconds=4.0
+    )
+    node = LoopbackNode(2, settings=settings, precopy_tokens=1)
+    node.settle()
+    for k in range(8):
+        node.send(f"ended {k}", 520, answer)
+    node.settle()
+    for k in range(24):
+        node.send(f"runs {k}", 100, 80)
+    node.turns(10)
+    node.set_layout(tp(0, 1), treatment=m.Treatment.CARRY)
+    node.run_for(20.0)
+    assert node.partition == (tp(0, 1),)
+    outcomes = [node.value("shoal_precopies_total", outcome=o) for o in ("copied", "nothing")]
+    assert outcomes == [1, 0]
+    assert preempted == []
+    node.assert_exact()

@@ -14,6 +14,7 @@ into cannot be used again before the last reader has answered (STOPPED).
 import enum
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import msgspec
@@ -155,10 +156,21 @@ class PreCopies:
         now = self._clock()
         for group, blocks in self._capacity.room_wanted().items():
             self._leases.shrink(group, blocks)
+        shares = Counter(carry.source for carry in carries)
         for carry in carries:
             self._all[carry.number] = PreCopy(carry, now, now + self._timeout)
-            prefixes = {name: request.id for name, request in carry.ended.items()}
-            self._send(carry.source, m.Pin(carry.number, carry.source, sorted(carry.ids), prefixes))
+            ended = {name: request.id for name, request in carry.ended.items()}
+            room = self._room_for_ended(carry.source) // shares[carry.source] if ended else 0
+            pin = m.Pin(carry.number, carry.source, sorted(carry.ids), ended, room)
+            self._send(carry.source, pin)
+
+    def _room_for_ended(self, source: Unit) -> int:
+        """Return how many blocks of a unit may be held for requests that have ended.
+
+        ``ended`` counts only the prompts: nobody here knows how long the answers are.
+        """
+        state = self._capacity.unit_state(source, serving=True, paused=0)
+        return self._engines.limits(source).blocks(state.portable_tokens)
 
     def take(self, message: m.AheadAnswer) -> bool:
         """Take an engine's answer; return False if nothing awaits it."""

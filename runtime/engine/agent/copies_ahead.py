@@ -2,20 +2,30 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shoal.policies.values.layouts import Unit
 from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest
 
-NO_PREFIXES: Mapping[str, str] = MappingProxyType({})
+
+class Prefixes(NamedTuple):
+    """Requests that have ended, of which a core is to hold what is cached."""
+
+    ids: Mapping[str, str]
+    """Their ids, by the names of what is cached of them."""
+    room: int
+    """How many free blocks may be held for these and all earlier ones of the same carry."""
+
+
+NO_PREFIXES = Prefixes(MappingProxyType({}), 0)
 
 
 class CopiesAhead(Protocol):
     """A part of ``interface.Core``."""
 
     def pin(
-        self, carry: int, request_ids: Sequence[str], prefixes: Mapping[str, str] = NO_PREFIXES
+        self, carry: int, request_ids: Sequence[str], prefixes: Prefixes = NO_PREFIXES
     ) -> list[CarriedRequest]:
         """Hold the blocks that requests have filled, and describe them; computing goes on.
 
@@ -26,7 +36,7 @@ class CopiesAhead(Protocol):
         Args:
             carry: the carry.
             request_ids: requests of the core.
-            prefixes: ids of requests that have ended, by the names of what is cached of them.
+            prefixes: requests that have ended. Those that find no room are left out.
         """
 
     def unpin(self, carry: int) -> bool:

@@ -7,6 +7,7 @@ destination lets these read. No step waits for any of this.
 from collections.abc import Iterator
 
 from shoal.policies.values.layouts import Unit
+from shoal.runtime.engine.agent.copies_ahead import Prefixes
 from shoal.runtime.engine.agent.interface import Core, EngineBackend
 from shoal.runtime.engine.agent.sliced_work import SlicedWork
 from shoal.runtime.protocol import messages as m
@@ -61,7 +62,7 @@ class CopyingAhead:
         for first in range(0, len(names), PINNED_AT_ONCE):
             yield
             some = {n: message.prefixes[n] for n in names[first : first + PINNED_AT_ONCE]}
-            requests += core.pin(message.carry, [], some)
+            requests += core.pin(message.carry, [], Prefixes(some, message.room))
         self._transport.to_controller(
             m.Pinned(message.carry, self._backend.engine, message.unit, requests)
         )

@@ -10,13 +10,13 @@ own blocks held, and requests leave it as they would leave an engine alone. The 
 copies them beside its steps.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from msgspec import structs
 
 from shoal.policies.values.layouts import Unit, tier_of
-from shoal.runtime.engine.agent.copies_ahead import NO_PREFIXES
+from shoal.runtime.engine.agent.copies_ahead import NO_PREFIXES, Prefixes
 from shoal.runtime.engine.agent.results import Adoption, Collected, Copied, CoreLoad
 from shoal.runtime.engine.agent.step_mode import Shift
 from shoal.runtime.protocol.messages import AheadRequest, CarriedRequest, Fallback, Mode, Work
@@ -203,7 +203,7 @@ class TierCore:
         raise ValueError("nothing is computed in the host's memory")
 
     def pin(
-        self, carry: int, request_ids: Sequence[str], prefixes: Mapping[str, str] = NO_PREFIXES
+        self, carry: int, request_ids: Sequence[str], prefixes: Prefixes = NO_PREFIXES
     ) -> list[CarriedRequest]:
         """See ``Core.pin``: nothing is copied ahead of what stands still."""
         del carry, request_ids, prefixes

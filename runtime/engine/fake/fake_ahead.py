@@ -6,6 +6,7 @@ they were read, and blocks that are used before something was read into them, gi
 on a device.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -81,6 +82,8 @@ class FakeAhead:
         self._pool = scheduler.pool
         self._physical = physical
         self._pins: dict[int, list[int]] = {}
+        self._taken: defaultdict[int, int] = defaultdict(int)
+        """How many free blocks each carry holds of requests that have ended."""
         self._reserved: dict[tuple[int, str], Reservation] = {}
         self._by_hash: dict[int, dict[bytes, int]] = {}
         """Blocks that are reserved for each carry, by what will be cached in them."""
@@ -100,11 +103,16 @@ class FakeAhead:
         return pinned
 
     def pin_cached(
-        self, carry: int, ended: Mapping[str, FakeRequest | None]
+        self, carry: int, ended: Mapping[str, FakeRequest | None], room: int
     ) -> list[CarriedRequest]:
         """Do the same with what is cached of requests that have ended, by new names.
 
         A step in flight may be about to write what is cached already.
+
+        Args:
+            carry: the carry.
+            ended: the requests.
+            room: how many free blocks may be held for these in all calls.
         """
         pinned = list[CarriedRequest]()
         unsure = {
@@ -116,7 +124,10 @@ class FakeAhead:
             if request is None or not self._scheduler.looks_up(request):
                 continue
             found = self._pool.find(request.prefixes(self._size))
-            if blocks := list(takewhile(lambda block: block not in unsure, found)):
+            blocks = list(takewhile(lambda block: block not in unsure, found))
+            free = self._pool.count_free(blocks)
+            if blocks and self._taken[carry] + free <= room:
+                self._taken[carry] += free
                 self._pool.hold(blocks)
                 self._pins.setdefault(carry, []).extend(reversed(blocks))
                 pinned.append(self._describe(request, blocks).as_prefix(name))
@@ -130,6 +141,7 @@ class FakeAhead:
     def unpin(self, carry: int) -> None:
         """See ``Core.unpin``."""
         self._pool.give(self._pins.pop(carry, []))
+        self._taken.pop(carry, None)
 
     # --- as the destination -------------------------------------------------------------------
 

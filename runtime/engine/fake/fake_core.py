@@ -2,12 +2,12 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.engine.agent.copies_ahead import NO_PREFIXES
+from shoal.runtime.engine.agent.copies_ahead import NO_PREFIXES, Prefixes
 from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.agent.results import (
     Adoption,
@@ -206,17 +206,17 @@ class FakeCore:
     # --- blocks that are copied ahead ---------------------------------------------------------
 
     def pin(
-        self, carry: int, request_ids: Sequence[str], prefixes: Mapping[str, str] = NO_PREFIXES
+        self, carry: int, request_ids: Sequence[str], prefixes: Prefixes = NO_PREFIXES
     ) -> list[CarriedRequest]:
         """See ``Core.pin``."""
         self._around.faults.strike(Seam.PIN)
         pinned, known = self._ahead.pin(carry, request_ids), self._scheduler.requests
         steps = (request in known for step in self._steps for request, _ in step.batch)
         # What a copy reads, or a step computes for nobody any more, may be cached already.
-        if not prefixes or self.copies or not all(steps):
+        if not prefixes.ids or self.copies or not all(steps):
             return pinned
-        ended = {name: self._latest.get(request_id) for name, request_id in prefixes.items()}
-        return pinned + self._ahead.pin_cached(carry, ended)
+        ended = {name: self._latest.get(request_id) for name, request_id in prefixes.ids.items()}
+        return pinned + self._ahead.pin_cached(carry, ended, prefixes.room)
 
     def unpin(self, carry: int) -> bool:
         """See ``Core.unpin``."""

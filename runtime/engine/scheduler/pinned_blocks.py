@@ -4,12 +4,14 @@ These are the blocks that running requests have filled, and what is cached of re
 ended. KV never changes once it is written.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
+from shoal.runtime.engine.agent.copies_ahead import Prefixes
 from shoal.runtime.engine.scheduler.carried_requests import CarriedRequests
 from shoal.runtime.engine.scheduler.scheduled_steps import InFlight, beginning
 from shoal.runtime.latest import Latest
@@ -37,6 +39,8 @@ class PinnedBlocks:
     def __init__(self, scheduler: Any, carried: CarriedRequests) -> None:
         self._scheduler, self._carried, self._blocks = scheduler, carried, carried.blocks
         self._pinned: dict[int, Table] = {}
+        self._taken: defaultdict[int, int] = defaultdict(int)
+        """How many free blocks each carry holds of requests that have ended."""
         self._latest = Latest[Request]()
         """The core's latest requests without images, which take much memory."""
 
@@ -49,7 +53,7 @@ class PinnedBlocks:
         self,
         carry: int,
         request_ids: Iterable[str],
-        prefixes: Mapping[str, str],
+        prefixes: Prefixes,
         steps: Iterable[InFlight],
     ) -> list[CarriedRequest]:
         """See ``interface.Core.pin``.
@@ -65,9 +69,11 @@ class PinnedBlocks:
         known, unsure = self._scheduler.requests, begun | unread
         chosen = [known[name] for name in request_ids if name in known and name not in unsure]
         pinned = [self._pin(carry, request) for request in chosen if self._blocks.looks_up(request)]
-        if prefixes and not unread and not any(map(self._writes_for_nobody, steps)):
+        if prefixes.ids and not unread and not any(map(self._writes_for_nobody, steps)):
             unwritten = self._unwritten()
-            pinned += [self._pin_cached(carry, *each, unwritten) for each in prefixes.items()]
+            for name, request_id in prefixes.ids.items():
+                room = prefixes.room - self._taken[carry]
+                pinned.append(self._pin_cached(carry, name, request_id, room, unwritten))
         return [request for request in pinned if request is not None]
 
     def _pin(self, carry: int, request: Request) -> CarriedRequest | None:
@@ -76,7 +82,7 @@ class PinnedBlocks:
         return self._hold(carry, request, [blocks[:whole] for blocks in groups])
 
     def _pin_cached(
-        self, carry: int, name: str, request_id: str, unwritten: Collection[int]
+        self, carry: int, name: str, request_id: str, room: int, unwritten: Collection[int]
     ) -> CarriedRequest | None:
         """Hold what is cached of a request that has ended, and describe it by a new name."""
         request = self._latest.get(request_id)
@@ -86,6 +92,10 @@ class PinnedBlocks:
         tables = [list(blocks) for blocks in hits.blocks]
         if any(block.block_id in unwritten for table in tables for block in table):
             return None
+        free = sum(block.ref_cnt == 0 for block in no_nulls(*tables))
+        if free > room:
+            return None
+        self._taken[carry] += free
         held = self._hold(carry, request, tables)
         return None if held is None else held.as_prefix(name)
 
@@ -159,6 +169,7 @@ class PinnedBlocks:
         del held[:AT_ONCE]
         if not held:
             self._pinned.pop(carry, None)
+            self._taken.pop(carry, None)
         return not held
 
     def remember(self, request: Request) -> None:

@@ -6,7 +6,7 @@ those moments are its safe points.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from shoal.policies.values.layouts import Unit
-from shoal.runtime.engine.agent.copies_ahead import NO_PREFIXES
+from shoal.runtime.engine.agent.copies_ahead import NO_PREFIXES, Prefixes
 from shoal.runtime.engine.agent.results import (
     Adoption,
     Collected,
@@ -229,7 +229,7 @@ class VllmCore:
     # --- blocks that are copied ahead ---
 
     def pin(
-        self, carry: int, request_ids: Sequence[str], prefixes: Mapping[str, str] = NO_PREFIXES
+        self, carry: int, request_ids: Sequence[str], prefixes: Prefixes = NO_PREFIXES
     ) -> list[CarriedRequest]:
         """See ``interface.Core.pin``."""
         return self._ahead.pinned.pin(carry, request_ids, prefixes, self._in_flight)

@@ -110,6 +110,9 @@ class Pin(Message, frozen=True):
     request_ids: list[str]
     prefixes: dict[str, str]
     """The ids of requests that have ended, by their ids in ``Expect.prefixes``."""
+    room: int
+    """How many of its free blocks the unit may hold for these. The controller knows their prompts,
+    but not how long their answers were."""
 
 
 class Reserve(Message, frozen=True):

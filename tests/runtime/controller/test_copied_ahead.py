@@ -63,7 +63,7 @@ def under_way(
     if layout != ALONE:
         node.switch(*layout)
     for k in range(earlier):
-        node.send(f"earlier{k}", 350, 1)
+        node.send(f"earlier{k}", 300, 1)
     run(node, earlier)
     assert node.missing == []
     for k in range(REQUESTS):
@@ -151,9 +151,9 @@ def test_what_is_cached_of_the_latest_requests_goes_along(way: str) -> None:
     before, after = WAYS[way]
     node, without = (under_way(before, earlier=3, precopy_tokens=n) for n in (1, 0))
     latest = [f"earlier{k}" for k in range(3)]
-    assert all(cached(node, one) > 330 for one in latest)
+    assert all(cached(node, one) > 280 for one in latest)
     switched(node, *after)
-    assert all(cached(node, one) > 330 for one in latest)
+    assert all(cached(node, one) > 280 for one in latest)
     switched(without, *after)
     if way.startswith("dp"):
         assert [cached(without, one) for one in latest] == [0, 0, 0]

@@ -401,6 +401,7 @@ def test_what_is_cached_of_ended_requests_goes_ahead_and_is_known_there() -> Non
     assert expect.frames == {}
     assert expect.prefixes.keys() == pin.prefixes.keys() == carry.ended.keys()
     assert sorted(pin.prefixes.values()) == ["a", "b"]
+    assert pin.room == 0.4 * 2000, "they lie in two places"
     found = [m.CarriedRequest("", [], 48, {0: [[1, 2, 3]]}, 48).as_prefix(n) for n in carry.ended]
     node.answer(0, m.Pinned(carry.number, 0, alone(0), found))
     for engine in (0, 1):
@@ -415,6 +416,18 @@ def test_what_is_cached_of_ended_requests_goes_ahead_and_is_known_there() -> Non
     assert node.books.prefixes.has(request.prompt, PAIR)
     assert node.books.requests.ended.choose(PAIR, 10**6) == [request]
     assert not node.books.carries
+
+
+def test_ended_requests_of_a_group_share_the_room_that_is_for_all_of_them() -> None:
+    node = ScriptedNode(2, blocks=2000, precopy_tokens=1)
+    node.switch(PAIR, treatment=m.Treatment.HARD)
+    node.load(PAIR, 2000)
+    ended_on(node, PAIR, a=600, b=600)
+    node.take()
+    node.switch(*SINGLES[:2])
+    pins = [message for _, message in node.take() if isinstance(message, m.Pin)]
+    assert [len(pin.prefixes) for pin in pins] == [1, 1]
+    assert sum(pin.room for pin in pins) == 0.4 * 2000
 
 
 def test_running_requests_are_copied_after_the_caches_with_all_that_they_have_by_then() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from shoal.policies.values.layouts import Unit, alone
+from shoal.runtime.engine.agent import copying_ahead
 from shoal.runtime.engine.fake.fake_request import FakeRequest
 from shoal.runtime.engine.fake.fake_tokens import expected_tokens
 from shoal.runtime.protocol import messages as m
@@ -76,7 +77,7 @@ def lend_ahead(bench: Bench, blocks: int = 6) -> list[m.Message]:
 def test_requests_go_on_while_they_are_pinned(bench: Bench) -> None:
     bench.add("r", prompt=PROMPT, tokens=OUTPUT)
     bench.turn(2)
-    pinned = only(bench.tell(m.Pin(CARRY, OWN, ["r", "unknown"], {})), m.Pinned)
+    pinned = only(bench.tell(m.Pin(CARRY, OWN, ["r", "unknown"], {}, 0)), m.Pinned)
     (request,) = pinned.requests
     assert (pinned.carry, pinned.engine, pinned.unit) == (CARRY, 0, OWN)
     assert request.computed == 28
@@ -95,13 +96,29 @@ def test_what_is_cached_of_ended_requests_is_pinned_by_new_names(bench: Bench) -
     bench.turn(3 * OUTPUT)
     assert bench.backend.own.num_requests == 0
     named = {"a cached": "a", "b cached": "b", "c cached": "c"}
-    pinned = only(bench.tell(m.Pin(CARRY, OWN, [], named)), m.Pinned)
+    pinned = only(bench.tell(m.Pin(CARRY, OWN, [], named, 100)), m.Pinned)
     found = {one.request_id: (one.computed, one.length, one.is_prefix) for one in pinned.requests}
     whole = (PROMPT + OUTPUT - 1) // 4 * 4
     assert found == {"a cached": (whole, whole, True), "b cached": (whole, whole, True)}
     assert bench.backend.own.load.free_blocks < 200
     assert bench.tell(m.Unpin(CARRY, OWN)) == []
     assert bench.backend.own.load.free_blocks == 200
+    assert problems(bench.backend) == []
+
+
+def test_ended_requests_take_no_more_blocks_than_there_is_room_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying_ahead, "PINNED_AT_ONCE", 1)
+    for name in "abc":
+        payload = request_payload(name, prompt_of(name), OUTPUT)
+        bench.tell(m.AddRequest(OWN, name), *payload)
+    bench.turn(4 * OUTPUT)
+    named, each = {name.upper(): name for name in "abc"}, (PROMPT + OUTPUT - 1) // 4
+    pinned = only(bench.tell(m.Pin(CARRY, OWN, [], named, 2 * each), turns=4), m.Pinned)
+    assert [request.request_id for request in pinned.requests] == ["A", "B"]
+    assert bench.backend.own.load.free_blocks == 200 - 2 * each
+    bench.tell(m.Unpin(CARRY, OWN))
     assert problems(bench.backend) == []
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.agent import lending, sliced_work
 from shoal.runtime.engine.agent.lending import LONGEST_PAUSE, RETRY_SECONDS, SHRUNK_SECONDS
 from shoal.runtime.protocol import messages as m
@@ -116,7 +117,7 @@ def test_a_group_gives_many_blocks_up_in_portions_and_then_pins(caching: Bench) 
     caching.bind(blocks=120)
     caching.add("shared", prompt=8, tokens=280, group=GROUP)
     caching.network.controller.to_engine(0, m.Shrink(5, GROUP, 70))
-    caching.network.controller.to_engine(0, m.Pin(3, GROUP, ["shared"], {}))
+    caching.network.controller.to_engine(0, m.Pin(3, GROUP, ["shared"], {}, 0))
     turns = [caching.turn() for _ in range(4)]
     kinds = m.Returning | m.Pinned
     told = [[message for message in turn if isinstance(message, kinds)] for turn in turns]
@@ -166,6 +167,38 @@ def test_a_large_lease_goes_home_in_portions(bench: Bench, monkeypatch: pytest.M
     for blocks in rest:
         bench.tell(m.TakeBack(blocks))
     assert bench.backend.own.lent == frozenset()
+
+
+def test_a_lease_goes_home_after_the_requests_that_stand_still(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(m, "PORTION", 40)
+    bench.bind(blocks=100)
+    frames = {"r": request_payload("r", [1] * 8, 3)}
+    assert bench.tell(m.Expect(3, alone(0), frames, {})) == []
+    (released,) = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    assert isinstance(released, m.Released)
+    assert bench.turn(3) == []
+    (resumed,) = bench.tell(m.Resume(5, GROUP, released.returned[0]), turns=3)
+    assert isinstance(resumed, m.Resumed)
+    messages = bench.tell(m.Import(3, alone(0), GROUP, []), turns=3)
+    assert [type(message) for message in messages] == [m.Imported, m.Returning, m.Returning]
+
+
+def test_a_lease_goes_home_at_once_if_requests_that_stand_still_lack_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(m, "PORTION", 40)
+    bench.bind(blocks=200)
+    for carry in (3, 4):
+        frames = {f"r{carry}": request_payload(f"r{carry}", [1] * 160, 3)}
+        assert bench.tell(m.Expect(carry, alone(0), frames, {})) == []
+    (released,) = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    assert isinstance(released, m.Released)
+    bench.tell(m.Resume(5, GROUP, released.returned[0]), turns=3)
+    large = m.CarriedRequest("r3", [7], 160, {0: [[*range(40)]], 1: [[*range(40)]]}, 161)
+    messages = bench.tell(m.Import(3, alone(0), GROUP, [large]), turns=3)
+    assert [type(message) for message in messages] == [m.Returning] * 3
 
 
 def test_a_lease_grows_by_no_more_than_a_portion(

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.policies.values.layouts import Unit, alone
 from shoal.runtime.config import LayoutConfigs
+from shoal.runtime.engine.agent.copies_ahead import Prefixes
 from shoal.runtime.engine.agent.interface import RunnerDied
 from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.link import instructions
@@ -737,11 +738,15 @@ def test_a_member_that_cannot_answer_is_a_problem_of_the_copy(make: Make) -> Non
 # --- what is cached of requests that have ended ---
 
 
+OLD = Prefixes({"old": "r"}, 100)
+"""What is cached of the request ``r``, which has ended."""
+
+
 def prefix_ahead(
     engines: ToyEngines, source: VllmCore, target: VllmCore, request_id: str
 ) -> list[AheadRequest]:
     """Pin what is cached of a request that has ended, and reserve room for it in another core."""
-    pinned = source.pin(CARRY, [], {"old": request_id, "nobody's": "unknown"})
+    pinned = source.pin(CARRY, [], Prefixes({"old": request_id, "nobody's": "unknown"}, 100))
     target.expect_prefix("old", engines.frames[request_id])
     return target.reserve(CARRY, source.unit, pinned)
 
@@ -776,6 +781,41 @@ def test_what_is_cached_of_an_ended_request_goes_along(make: Make, is_copied: bo
     assert engines.audit() == []
 
 
+def test_ended_requests_take_no_more_blocks_than_there_is_room_for(make: Make) -> None:
+    """Their answers count, too, and blocks that somebody holds anyway do not."""
+    engines = make()
+    own, prompts = engines.own[0], random_prompts((16, 16, 16), seed=9)
+    for name, prompt in zip("abc", prompts, strict=True):
+        engines.submit(own, name, prompt, max_tokens=16)
+    engines.finish(own)
+    each = (16 + 16) // TOKENS - 1  # the last token has no KV
+    found = own.pin(CARRY, [], Prefixes({"old a": "a"}, 2 * each))
+    found += own.pin(CARRY, [], Prefixes({"old b": "b", "old c": "c"}, 2 * each))
+    assert [request.request_id for request in found] == ["old a", "old b"]
+    again = own.pin(CARRY + 1, [], Prefixes({"old a": "a", "old c": "c"}, 0))
+    assert [request.request_id for request in again] == ["old a"]
+    for carry in (CARRY, CARRY + 1):
+        assert own.unpin(carry)
+    assert len(own.pin(CARRY, [], Prefixes({"old c": "c"}, each))) == 1
+    assert own.unpin(CARRY)
+    assert engines.audit() == []
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_an_ended_request_is_forgotten_when_its_blocks_are_settled(
+    make: Make, is_copied: bool
+) -> None:
+    """Not when others come, which would wait for that."""
+    engines = ended(make)
+    lend_group(engines, 20)
+    engines.group.expect("r", engines.frames["r"])
+    assert prefix_ahead(engines, engines.own[0], engines.group, "r")
+    assert engines.group._carried.expected("old") is not None
+    settle(engines.own[0], engines.group, copied=is_copied)
+    assert engines.group._carried.expected("old") is None
+    assert engines.group._carried.expected("r") is not None, "it may still come"
+
+
 def test_what_could_not_be_copied_is_not_cached(make: Make) -> None:
     engines = ended(make)
     lend_group(engines, 20)
@@ -791,17 +831,17 @@ def test_what_a_step_in_flight_writes_is_not_pinned(make: Make) -> None:
     engines = ended(make)
     own = engines.own[0]
     own.evict_prefix_cache()
-    assert own.pin(CARRY, [], {"old": "r"}) == []
+    assert own.pin(CARRY, [], OLD) == []
     engines.submit(own, "again", PROMPTS[3])
     assert own.dispatch()
-    assert own.pin(CARRY, [], {"old": "r"}) == []
+    assert own.pin(CARRY, [], OLD) == []
     own.abort(["again"])
-    assert own.pin(CARRY, [], {"old": "r"}) == [], "the step goes on, for nobody"
+    assert own.pin(CARRY, [], OLD) == [], "the step goes on, for nobody"
     while own.in_flight:
         own.collect()
     engines.submit(own, "once more", PROMPTS[3])
     engines.finish(own)
-    (pinned,) = own.pin(CARRY, [], {"old": "r"})
+    (pinned,) = own.pin(CARRY, [], OLD)
     assert (pinned.request_id, pinned.is_prefix) == ("old", True)
     assert pinned.computed == pinned.length >= len(PROMPTS[3]) // 4 * 4
     own.unpin(CARRY)
