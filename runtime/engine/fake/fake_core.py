@@ -150,6 +150,7 @@ class FakeCore:
     def expect_prefix(self, name: str, frames: Sequence[Any]) -> None:
         """See ``Core.expect_prefix``."""
         request = self._request(frames)
+        self._latest.put(request.id, request, len(request.prompt))
         request.id = name
         self._expected[name] = request
 

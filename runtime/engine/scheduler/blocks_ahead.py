@@ -108,8 +108,13 @@ class BlocksAhead:
     # --- where they go to ---
 
     def expect(self, name: str, asked: EngineCoreRequest, engine_core: EngineCore) -> None:
-        """See ``interface.Core.expect_prefix``. No grammar is compiled for it."""
+        """See ``interface.Core.expect_prefix``. No grammar is compiled for it.
+
+        It is remembered as if it had ended here, so the next switch can take it along again. To
+        forget it when others come would also take a while, for which these would stand still.
+        """
         request = Request.from_engine_core_request(asked, engine_core.request_block_hasher)
+        self.pinned.remember(request)
         request.request_id = name
         self._carried.expect(request)
 
@@ -231,9 +236,6 @@ class BlocksAhead:
             if copied:
                 self._cache(reserved)
             self._blocks.keep_promise(reserved.request, copied=copied)
-            if not reserved.awaited:
-                # To forget those that do not come takes a while, and when others come, they wait.
-                self._carried.forget([name])
             if not (copied and reserved.awaited):
                 self._forget(carry, [name])
         return len(left) <= AT_ONCE

@@ -159,6 +159,15 @@ def test_what_is_cached_of_the_latest_requests_goes_along(way: str) -> None:
         assert [cached(without, one) for one in latest] == [0, 0, 0]
 
 
+def test_caches_go_along_from_switch_to_switch() -> None:
+    """Units have them that never ran the requests, and pass them on."""
+    node = under_way(ALONE, earlier=3)
+    for partition in (ALL, PAIRS):
+        switched(node, *partition)
+        node.run_for(2.0)
+        assert all(cached(node, f"earlier{k}") > 280 for k in range(3))
+
+
 def test_caches_in_which_no_prompt_finds_anything_stay_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -801,19 +801,24 @@ def test_ended_requests_take_no_more_blocks_than_there_is_room_for(make: Make) -
     assert engines.audit() == []
 
 
-@pytest.mark.parametrize("is_copied", [True, False])
-def test_an_ended_request_is_forgotten_when_its_blocks_are_settled(
-    make: Make, is_copied: bool
-) -> None:
-    """Not when others come, which would wait for that."""
+def test_what_is_cached_of_an_ended_request_goes_along_once_more(make: Make) -> None:
+    """The unit that it was copied to has never run it."""
     engines = ended(make)
+    own, group = engines.own, engines.group
     lend_group(engines, 20)
-    engines.group.expect("r", engines.frames["r"])
-    assert prefix_ahead(engines, engines.own[0], engines.group, "r")
-    assert engines.group._carried.expected("old") is not None
-    settle(engines.own[0], engines.group, copied=is_copied)
-    assert engines.group._carried.expected("old") is None
-    assert engines.group._carried.expected("r") is not None, "it may still come"
+    copy(own[0], group, prefix_ahead(engines, own[0], group, "r"), *own)
+    settle(own[0], group)
+    group.abort(["old"])
+    own[1].evict_prefix_cache()
+    engines.bind(20)
+    copy(group, own[1], prefix_ahead(engines, group, own[1], "r"), group)
+    settle(group, own[1])
+    engines.release()
+    said = PROMPTS[3] + engines.tokens["r"] + PROMPTS[0]
+    engines.submit(own[1], "next turn", said)
+    engines.finish(own[1])
+    assert engines.outputs["next turn"][0].prefill_stats.num_cached_tokens > len(PROMPTS[3])
+    assert engines.tokens["next turn"] == undisturbed(make, said)
 
 
 def test_what_could_not_be_copied_is_not_cached(make: Make) -> None:
