@@ -439,6 +439,6 @@ class Carrying:
             return 0.0
         due = min(map(self._deadline, self._arrivals.values()), default=math.inf)
         now, beginning = self._clock(), self._binding.beginning
-        if beginning is not None and self._waits_until(beginning.core) > now:
-            due = min(due, beginning.by)
+        if beginning is not None and (until := self._waits_until(beginning.core)) > now:
+            due = min(due, until)
         return None if due == math.inf else max(0.0, due - now)

@@ -356,6 +356,8 @@ def test_a_group_without_requests_takes_no_step_before_the_first_comes(bench: Be
     bench.bind()
     group = bench.backend.groups[GROUP]
     assert group not in bench.agent.active
+    bench.turn()
+    assert bench.agent.next_wakeup() is None, "until something comes"
     take_in(bench, carried("late"), unit=GROUP)
     assert group in bench.agent.active
 
