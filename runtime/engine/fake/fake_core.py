@@ -149,8 +149,10 @@ class FakeCore:
 
     def expect_prefix(self, name: str, frames: Sequence[Any]) -> None:
         """See ``Core.expect_prefix``."""
-        request = self._request(frames)
-        self._latest.put(request.id, request, len(request.prompt))
+        asked = self._request(frames)
+        if (request := self._latest.get(asked.id)) is None:
+            request = asked
+            self._latest.put(request.id, request, len(request.prompt))
         request.id = name
         self._expected[name] = request
 

@@ -111,10 +111,13 @@ class BlocksAhead:
         """See ``interface.Core.expect_prefix``. No grammar is compiled for it.
 
         It is remembered as if it had ended here, so the next switch can take it along again. To
-        forget it when others come would also take a while, for which these would stand still.
+        forget it when others come would also take a while, for which these would stand still. If
+        it has ended here, it is known with its answer already.
         """
-        request = Request.from_engine_core_request(asked, engine_core.request_block_hasher)
-        self.pinned.remember(request)
+        request = self.pinned.latest(asked.request_id)
+        if request is None:
+            request = Request.from_engine_core_request(asked, engine_core.request_block_hasher)
+            self.pinned.remember(request)
         request.request_id = name
         self._carried.expect(request)
 

@@ -172,6 +172,10 @@ class PinnedBlocks:
             self._taken.pop(carry, None)
         return not held
 
+    def latest(self, request_id: str) -> Request | None:
+        """Return a request that is remembered; None: it is not."""
+        return self._latest.get(request_id)
+
     def remember(self, request: Request) -> None:
         """Remember a request that has come, so that what is cached of it is found when it ends."""
         if not request.mm_features and request.prompt_embeds is None:

@@ -821,6 +821,19 @@ def test_what_is_cached_of_an_ended_request_goes_along_once_more(make: Make) -> 
     assert engines.tokens["next turn"] == undisturbed(make, said)
 
 
+def test_a_unit_keeps_the_answer_of_a_request_whose_cache_comes_back(make: Make) -> None:
+    """What comes may be less than what it has."""
+    engines = ended(make)
+    own = engines.own[0]
+    (before,) = own.pin(CARRY, [], OLD)
+    assert own.unpin(CARRY)
+    own.expect_prefix("back", engines.frames["r"])
+    own.abort(["back"])
+    assert own.pin(CARRY, [], OLD) == [before]
+    assert len(before.tokens) == len(engines.tokens["r"])
+    assert own.unpin(CARRY)
+
+
 def test_what_could_not_be_copied_is_not_cached(make: Make) -> None:
     engines = ended(make)
     lend_group(engines, 20)
