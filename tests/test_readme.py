@@ -235,9 +235,10 @@ def said_of_later_carries(results: Results) -> list[str]:
     binds = [one["beyond_step"] for one in binds if one["to"] == "tp2"]
     late = [one for one in binds if one > 0.05]
     assert len(late) == 1
+    medians = f"such a switch {added['8x4096']}, and one with 64 requests of 1,024 tokens"
     return [
-        f"such a switch {added['8x4096']}, and one with 64 requests of 1,024 tokens "
-        f"{added['64x1024']}. One of {len(binds)} binds of 64 requests added {late[0]:.2f} s"
+        f"{medians} {added['64x1024']}",
+        f"One of {len(binds)} binds of 64 requests added {late[0]:.2f} s",
     ]
 
 
