@@ -3,14 +3,19 @@
 Lengths are drawn from those of outputs that have ended, evenly spread rather than at random. Who
 sends long prompts often wants short answers, or the other way round. So they are drawn from the
 outputs of prompts that were about as long, if these differ and as far as enough of them have ended.
+
+While a node fills up, what has ended is mostly short: the long outputs that began as early still
+run. So these count, too, as being at least as long as they are now (``uncensored``).
 """
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from math import log1p, sqrt
+from math import log, log1p, sqrt
 
-from shoal.policies.values.snapshot import Snapshot
+from shoal.policies.values.snapshot import ALIKE_KEPT, OUTPUTS_KEPT, Snapshot
 
 LEAST_OUTPUTS = 16
 """So many outputs must have ended before lengths are drawn from theirs; until then, they are drawn
@@ -22,6 +27,62 @@ DEVIATIONS = 3.0
 all. Otherwise the difference may be chance."""
 GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, are spread evenly, however many there are."""
+
+
+def uncensored(snapshot: Snapshot, running: Iterable[tuple[int, int]]) -> Snapshot:
+    """Return a snapshot whose lengths of outputs are those that ended ones and running ones tell.
+
+    That can only be told from all requests since some moment. So lengths stay as they are where
+    earlier ones have been forgotten, and are then taken to be the usual ones.
+
+    Args:
+        snapshot: the node.
+        running: for each request that runs the tokens of its prompt and of its output so far.
+    """
+    alike = defaultdict[int, list[int]](list)
+    for prompt, tokens in running:
+        alike[prompt.bit_length()].append(tokens)
+    known = snapshot.outputs
+    by_prompt = tuple(
+        _with_running(ended, sorted(alike[k])) if len(ended) < ALIKE_KEPT else ended
+        for k, ended in enumerate(snapshot.outputs_by_prompt)
+    )
+    if len(known) >= OUTPUTS_KEPT:
+        return replace(snapshot, outputs_by_prompt=by_prompt)
+    every = sorted(tokens for some in alike.values() for tokens in some)
+    # If outputs end at random times, this is their likeliest mean. That one more has ended is
+    # assumed so that there is a mean at all.
+    mean = (sum(known) + sum(every)) / (len(known) + 1)
+    return replace(
+        snapshot,
+        output_tokens=max(snapshot.output_tokens, mean),
+        outputs=_with_running(known, every),
+        outputs_by_prompt=by_prompt,
+    )
+
+
+def _with_running(ended: tuple[int, ...], running: Sequence[int]) -> tuple[int, ...]:
+    """Return as many lengths as have ended, distributed as ended and running ones together tell.
+
+    Both are ascending. The distribution is the estimate of Kaplan and Meier ("Nonparametric
+    estimation from incomplete observations", 1958). It ends with the longest output that has ended;
+    beyond that outputs are taken to end at random times.
+    """
+    if not running or len(ended) < LEAST_OUTPUTS:
+        return ended
+    left, longer = 1.0, list[float]()  # the share of outputs that are longer than each of ``ended``
+    for k, tokens in enumerate(ended):
+        as_long = len(ended) - k + len(running) - bisect_left(running, tokens)
+        left *= 1 - 1 / as_long
+        longer.append(left)
+    found, last, at = list[int](), max(ended[-1], running[-1]), 0
+    for nth in range(len(ended)):
+        share = 1 - (nth + 0.5) / len(ended)
+        while at < len(ended) and longer[at] > share:
+            at += 1
+        beyond = round(last * (1 + log(left / share))) if left > share else last
+        found.append(ended[at] if at < len(ended) else beyond)
+    return tuple(found)
 
 
 def drawn_output(snapshot: Snapshot, serial: int, prompt: int) -> int:

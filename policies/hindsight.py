@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 from math import ceil, exp, inf
 from typing import NamedTuple
 
-from shoal.policies.guessed_outputs import drawn_output, longer_output, rest_of_output
+from shoal.policies.guessed_outputs import (
+    drawn_output,
+    longer_output,
+    rest_of_output,
+    uncensored,
+)
 from shoal.policies.shadow import Decode, Job, Present, Shadow, Terms, fork, present
 from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import Mode, StepKind
@@ -185,6 +190,7 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
     """Return the shadows as they are now, after what has become of requests."""
     current = seen.current.copy()
     trials = [(partition, trial, trial.shadow.copy()) for partition, trial in seen.trials]
+    likely = uncensored(snapshot, current.running())
     shadows = [current, *(shadow for _, _, shadow in trials)]
     drawn, found = seen.drawn, dict(news.placed)
     latest = [job for job in seen.latest if job.start > snapshot.now - AGAIN_SECONDS]
@@ -192,7 +198,7 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
         drawn += 1
         prompt = request.prompt_tokens
         cached = found.pop(request.request_id, round(snapshot.hit_share * prompt))
-        output = drawn_output(snapshot, drawn, prompt)
+        output = drawn_output(likely, drawn, prompt)
         job = Job(request.arrival, max(1, prompt - cached), prompt, output, request.request_id)
         latest.append(job)
         for shadow in shadows:
@@ -211,7 +217,7 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
     # The current shadow goes as the node does: what has not ended on the node is longer.
     for key, prompt, tokens in current.guesses():
         drawn += 1
-        longer = longer_output(snapshot, drawn, prompt, tokens)
+        longer = longer_output(likely, drawn, prompt, tokens)
         lengths.append((key, longer, False))
         for shadow in shadows:
             shadow.expect(key, longer, terms, known=False)

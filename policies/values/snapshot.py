@@ -23,6 +23,10 @@ USUAL_STEP_TOKENS = 8192
 """Most tokens of a step if nobody says how many: vLLM's usual bound."""
 PROMPT_TOKENS, OUTPUT_TOKENS = 1000.0, 200.0
 """Assumed lengths of a request before any has ended."""
+OUTPUTS_KEPT = 128
+"""Latest outputs whose lengths are remembered one by one."""
+ALIKE_KEPT = 64
+"""The same of the prompts of one class, for as long as no others of the class come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +274,11 @@ class Snapshot:
     output_tokens: float = OUTPUT_TOKENS
     """Output tokens per request, on average over the latest requests."""
     outputs: tuple[int, ...] = ()
-    """Tokens of the latest outputs that have ended, ascending."""
+    """Tokens of the latest outputs that have ended, ascending; at most ``OUTPUTS_KEPT``."""
     outputs_by_prompt: tuple[tuple[int, ...], ...] = ()
     """The same by the bits of the prompts' numbers of tokens: those of prompts of 1,024 to 2,047
-    tokens are at 11. Some are remembered of each class, also if no other has come for long."""
+    tokens are at 11. ``ALIKE_KEPT`` are remembered of each class, also if no other has come for
+    long."""
     arrived: tuple[PoolRequest, ...] = ()
     """Requests that have come since the policy was last asked, without background requests."""
     placed: tuple[tuple[str, int], ...] = ()

@@ -1,12 +1,20 @@
 """How long outputs are expected to be, by the prompts."""
 
+import random
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from shoal.policies.guessed_outputs import LEAST_OUTPUTS, drawn_output, longer_output
+from shoal.policies.guessed_outputs import (
+    LEAST_OUTPUTS,
+    drawn_output,
+    longer_output,
+    uncensored,
+)
 from shoal.policies.values.layouts import alone
-from shoal.policies.values.snapshot import Snapshot
+from shoal.policies.values.snapshot import ALIKE_KEPT, OUTPUTS_KEPT, Snapshot
 from tests.policies.snapshots import snapshot, unit
 
 CHAT, DOCUMENT = 500, 3000
@@ -67,3 +75,66 @@ def test_an_output_that_is_longer_than_was_guessed_is_like_longer_ones_of_its_le
     assert all(50 < tokens < 80 for tokens in longer)
     assert longer_output(both, 1, DOCUMENT, 90) == 180, "none of them was as long"
     assert longer_output(node(60, 3), 1, DOCUMENT, 50) >= 200, "of three nobody knows that"
+
+
+# --- a node that fills up ---
+
+
+def filling_up(count: int, seed: int = 1) -> tuple[Snapshot, list[tuple[int, int]], list[int]]:
+    """Return a node on which requests have begun at random moments, what runs, and all lengths."""
+    rng, ended, running = random.Random(seed), list[int](), list[tuple[int, int]]()
+    lengths = [max(1, round(rng.expovariate(1 / 300))) for _ in range(count)]
+    for length in lengths:
+        since = rng.randrange(1, 400)
+        if length <= since:
+            ended.append(length)
+        else:
+            running.append((CHAT, since))
+    seen = replace(node(), output_tokens=1.0, outputs=tuple(sorted(ended)))
+    return seen, running, lengths
+
+
+def quarters(lengths: Sequence[int]) -> list[float]:
+    return statistics.quantiles(lengths, n=4)[:2]
+
+
+def test_what_has_ended_is_short_while_a_node_fills_up() -> None:
+    seen, running, lengths = filling_up(200)
+    assert LEAST_OUTPUTS < len(seen.outputs) < OUTPUTS_KEPT
+    guesses = quarters(uncensored(seen, running).outputs)
+    assert guesses == pytest.approx(quarters(lengths), rel=0.15)
+    assert quarters(seen.outputs)[1] < quarters(lengths)[1] / 1.5, "the control"
+
+
+def test_prompts_of_one_length_have_running_ones_of_their_own() -> None:
+    """Only chats run, so only their answers are longer than those that have ended."""
+    both = node(60, 60)
+    some = uncensored(both, [(CHAT, 240)] * 60)
+    of_chats, of_documents = CHAT.bit_length(), DOCUMENT.bit_length()
+    assert some.outputs_by_prompt[of_documents] == both.outputs_by_prompt[of_documents]
+    before = statistics.mean(both.outputs_by_prompt[of_chats])
+    assert statistics.mean(some.outputs_by_prompt[of_chats]) > before + 10
+
+
+def test_beyond_the_longest_that_has_ended_outputs_end_at_random_times() -> None:
+    seen = replace(node(), outputs=(10,) * LEAST_OUTPUTS)
+    longer = uncensored(seen, [(CHAT, 100)] * LEAST_OUTPUTS).outputs
+    assert longer[: LEAST_OUTPUTS // 2] == (10,) * (LEAST_OUTPUTS // 2)
+    assert longer[LEAST_OUTPUTS // 2] > 100
+    assert sorted(set(longer[LEAST_OUTPUTS // 2 :])) == list(longer[LEAST_OUTPUTS // 2 :])
+
+
+def test_of_few_outputs_the_mean_counts_what_runs() -> None:
+    seen = replace(node(), outputs=(20, 30), output_tokens=25.0)
+    assert uncensored(seen, [(CHAT, 400), (CHAT, 450)]).output_tokens == (20 + 30 + 850) / 3
+    assert uncensored(seen, []) == seen
+
+
+def test_where_outputs_were_forgotten_the_others_are_the_usual_ones() -> None:
+    """Then the ones that run are more than came since the first of these ended."""
+    seen = replace(
+        node(),
+        outputs=tuple(range(OUTPUTS_KEPT)),
+        outputs_by_prompt=((),) * 9 + (tuple(range(ALIKE_KEPT)),),
+    )
+    assert uncensored(seen, [(CHAT, 300)] * 500) == seen

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.policies.values.snapshot import (
+    ALIKE_KEPT,
     NORMAL_PRIORITY,
     OUTPUT_TOKENS,
+    OUTPUTS_KEPT,
     PROMPT_TOKENS,
     SMOOTHING_SECONDS,
     PoolRequest,
@@ -27,10 +29,6 @@ RATE_SECONDS = (10.0, SMOOTHING_SECONDS, 0.5)
 """Time constants of the arrival rates; the longest one is for steady arrivals."""
 USUAL_SECONDS = 60.0
 """Time constant of the rate to which a burst returns."""
-OUTPUTS_KEPT = 128
-"""Latest outputs whose lengths are remembered one by one."""
-ALIKE_KEPT = 64
-"""The same of the prompts of one class, for as long as no others of the class come."""
 DEVIATIONS = 2.0
 """A rate may differ by so many standard deviations by chance; twice as many are not chance."""
 

@@ -4,11 +4,14 @@ import random
 
 import pytest
 
-from shoal.policies.values.snapshot import OUTPUT_TOKENS, SMOOTHING_SECONDS
-from shoal.runtime.controller.books.demand import (
+from shoal.policies.values.snapshot import (
     ALIKE_KEPT,
-    DRAIN_SECONDS,
+    OUTPUT_TOKENS,
     OUTPUTS_KEPT,
+    SMOOTHING_SECONDS,
+)
+from shoal.runtime.controller.books.demand import (
+    DRAIN_SECONDS,
     RATE_SECONDS,
     Demand,
     Drain,
