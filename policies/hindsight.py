@@ -190,7 +190,13 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
     """Return the shadows as they are now, after what has become of requests."""
     current = seen.current.copy()
     trials = [(partition, trial, trial.shadow.copy()) for partition, trial in seen.trials]
-    likely = uncensored(snapshot, current.running())
+    running = [
+        (one.tokens - one.output, one.output - (one.end - queue.steps))
+        for queue in current.queues
+        for one in queue.running
+        if one.output
+    ]
+    likely = uncensored(snapshot, running)
     shadows = [current, *(shadow for _, _, shadow in trials)]
     drawn, found = seen.drawn, dict(news.placed)
     latest = [job for job in seen.latest if job.start > snapshot.now - AGAIN_SECONDS]

@@ -371,15 +371,6 @@ class Shadow:
         ended = (item for queue in self.queues for item in queue.guessed.items())
         return [(key, one.tokens - one.output, one.output) for key, one in ended]
 
-    def running(self) -> list[tuple[int, int]]:
-        """Return the tokens of the prompts and of the outputs so far of requests that decode."""
-        return [
-            (one.tokens - one.output, one.output - (one.end - queue.steps))
-            for queue in self.queues
-            for one in queue.running
-            if one.output
-        ]
-
     def end_all(self, terms: Mapping[Layout, Terms]) -> None:
         """Note that no request is on the node: those that nobody has told the end of are gone."""
         for queue in self.queues:
