@@ -29,7 +29,7 @@ from shoal.policies.surges import UNKNOWN_LENGTHS
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout, alone
 from shoal.policies.values.pace import Pace
-from tests.policies.snapshots import snapshot, unit
+from tests.policies.snapshots import request, snapshot, unit
 from tests.units import tp
 
 NOW = 100.0
@@ -265,3 +265,15 @@ def test_a_trial_is_told_of_its_own_requests_only() -> None:
     assert longer.first is not None
     assert longer.first.here.all_in_all(TERMS) > trial.differ
     assert longer.told([("old", 200, True)], TERMS).first is None
+
+
+def test_outputs_that_still_run_make_others_seem_longer() -> None:
+    """Those that have ended are short, because the node has just begun."""
+    here = Shadow([Queue(GROUP[0].layout, NOW)])
+    for k in range(30):
+        here.queues[0].decode(NOW - 5.0, 510, 100, output=600, key=str(k))
+    seen = Hindsight(NOW, GROUP, here, ())
+    node = replace(snapshot(unit(GROUP[0], requests=30)), now=NOW + 0.1, outputs=(10,) * 20)
+    arrived = tuple(request(f"new {k}", arrival=NOW) for k in range(40))
+    outputs = [job.output for job in follow(seen, node, News(arrived, (), ()), TERMS).latest]
+    assert sum(output > 500 for output in outputs) == pytest.approx(24, abs=2), "30 of 50 are long"
