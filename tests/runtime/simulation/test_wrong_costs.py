@@ -98,6 +98,8 @@ TRUTHS: dict[str, Truth] = {
     "contexts slower": lambda _layout, batch, seconds: seconds + 2e-8 * batch.context_tokens,
     "noisy": noise(0.15),
 }
+LATEST = 12.0
+"""When the node has its group again, in seconds of the quiet part."""
 HARD = ("group slower with many", "contexts slower", "noisy")
 """What the cost model cannot learn from single steps."""
 
@@ -118,7 +120,7 @@ def seconds_in_single_engines(served: Node, quiet_seconds: float) -> float:
 @pytest.mark.parametrize("name", among(HARD, *(name for name in TRUTHS if name not in HARD)))
 def test_after_a_crowd_a_node_finds_its_group_within_seconds(name: str) -> None:
     """In the quiet part the group takes at least a tenth less time, whatever else is wrong."""
-    assert seconds_in_single_engines(node(TRUTHS[name]), 16.0) < 12.0
+    assert seconds_in_single_engines(node(TRUTHS[name]), 16.0) < LATEST
 
 
 @pytest.mark.slow
@@ -137,4 +139,4 @@ def test_a_group_that_was_measured_wrongly_gets_another_chance(part: float, seco
 def test_a_past_without_bounds_would_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(switch_price, "NOISE_SECONDS", math.inf)
     monkeypatch.setattr(switch_price, "FINE_SECONDS", math.inf)
-    assert seconds_in_single_engines(node(TRUTHS["as simulated"]), 16.0) == 16.0
+    assert seconds_in_single_engines(node(TRUTHS["group slower"]), 16.0) > LATEST
