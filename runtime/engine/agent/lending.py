@@ -27,6 +27,10 @@ SHRUNK_SECONDS = 5.0
 """How long a group does so without such blocks after it has given some up for other units: a switch
 is about to release it."""
 
+HOLD_SECONDS = 0.05
+"""How long a released group keeps its blocks at most for requests that stand still. Others may wait
+for these blocks in another engine, and requests may come here from far busier units."""
+
 
 class Growth(msgspec.Struct):
     """What the bound group wants of its members."""
@@ -72,6 +76,8 @@ class Lending:
         """Whether a group that is not bound has more blocks to return."""
         self._asks_at: float | None = None
         """When ``tend`` looks again whether the bound group wants blocks, if it was too early."""
+        self._holds_until: float | None = None
+        """Until when a released group keeps its blocks; None: it need not."""
 
     # --- as a member ---
 
@@ -138,15 +144,24 @@ class Lending:
         stand still, because a portion takes milliseconds.
         """
         serving, self._returns, self._asks_at = self._binding.serving, False, None
+        awaited = self._is_awaited()
+        if not awaited:
+            self._holds_until = None
         for core in self._backend.groups.values():
             if core in serving:
                 if self._works(core):
                     self._ask(core, self._clock())
             elif core.lease_blocks and not core.in_flight and not self._carrying.expects(core):
-                if self._is_awaited():
+                if awaited and self._holds():
                     continue
                 self._return(core, m.PORTION)
                 self._returns |= core.load.free_blocks > 0
+
+    def _holds(self) -> bool:
+        """Return whether a released group still keeps its blocks for requests that stand still."""
+        if self._holds_until is None:
+            self._holds_until = self._clock() + HOLD_SECONDS
+        return self._clock() < self._holds_until
 
     def _is_awaited(self) -> bool:
         """Return whether requests, which have room, stand still until a core here goes on."""
@@ -187,5 +202,9 @@ class Lending:
         """Return seconds until ``tend`` has something to do without a message; None: never."""
         if self._returns:
             return 0.0
+        now = self._clock()
         # Not what ``retry_at`` says now: it may have come since ``tend`` found it too early.
-        return None if self._asks_at is None else max(0.0, self._asks_at - self._clock())
+        due = [] if self._asks_at is None else [max(0.0, self._asks_at - now)]
+        if self._holds_until is not None and self._holds_until > now:
+            due.append(self._holds_until - now)
+        return min(due, default=None)

@@ -4,7 +4,12 @@ import pytest
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.agent import lending, sliced_work
-from shoal.runtime.engine.agent.lending import LONGEST_PAUSE, RETRY_SECONDS, SHRUNK_SECONDS
+from shoal.runtime.engine.agent.lending import (
+    HOLD_SECONDS,
+    LONGEST_PAUSE,
+    RETRY_SECONDS,
+    SHRUNK_SECONDS,
+)
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine.agent.agent_bench import GROUP, LEASE_1, Bench, started
 from tests.runtime.loopback_node import request_payload
@@ -169,8 +174,9 @@ def test_a_large_lease_goes_home_in_portions(bench: Bench, monkeypatch: pytest.M
     assert bench.backend.own.lent == frozenset()
 
 
+@pytest.mark.parametrize("comes", [True, False], ids=["they come", "they do not come soon"])
 def test_a_lease_goes_home_after_the_requests_that_stand_still(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
     monkeypatch.setattr(m, "PORTION", 40)
     bench.bind(blocks=100)
@@ -181,8 +187,15 @@ def test_a_lease_goes_home_after_the_requests_that_stand_still(
     assert bench.turn(3) == []
     (resumed,) = bench.tell(m.Resume(5, GROUP, released.returned[0]), turns=3)
     assert isinstance(resumed, m.Resumed)
-    messages = bench.tell(m.Import(3, alone(0), GROUP, []), turns=3)
-    assert [type(message) for message in messages] == [m.Imported, m.Returning, m.Returning]
+    if comes:
+        messages = bench.tell(m.Import(3, alone(0), GROUP, []), turns=3)
+        assert [type(message) for message in messages] == [m.Imported, m.Returning, m.Returning]
+    else:
+        assert bench.agent.next_wakeup() == pytest.approx(HOLD_SECONDS)
+        bench.clock.advance(HOLD_SECONDS)
+        messages = bench.turn(3)
+        assert [type(message) for message in messages] == [m.Returning, m.Returning]
+        assert bench.agent.next_wakeup() is None
 
 
 def test_a_lease_goes_home_at_once_if_requests_that_stand_still_lack_room(
