@@ -30,10 +30,10 @@ GOLDEN = 0.6180339887498949
 
 
 def uncensored(snapshot: Snapshot, running: Iterable[tuple[int, int]]) -> Snapshot:
-    """Return a snapshot whose lengths of outputs are those that ended ones and running ones tell.
+    """Return a snapshot in whose lengths of outputs those count, too, that still run.
 
-    That can only be told from all requests since some moment. So lengths stay as they are where
-    earlier ones have been forgotten, and are then taken to be the usual ones.
+    This needs all outputs since some moment, ended ones and running ones. So where earlier outputs
+    have been forgotten, lengths stay as they are: the others are then taken to be the usual ones.
 
     Args:
         snapshot: the node.
@@ -62,11 +62,11 @@ def uncensored(snapshot: Snapshot, running: Iterable[tuple[int, int]]) -> Snapsh
 
 
 def _with_running(ended: tuple[int, ...], running: Sequence[int]) -> tuple[int, ...]:
-    """Return as many lengths as have ended, distributed as ended and running ones together tell.
+    """Estimate how long all outputs are, and return as many lengths as have ended.
 
-    Both are ascending. The distribution is the estimate of Kaplan and Meier ("Nonparametric
-    estimation from incomplete observations", 1958). It ends with the longest output that has ended;
-    beyond that outputs are taken to end at random times.
+    Ended and running outputs are ascending. The estimate is that of Kaplan and Meier
+    ("Nonparametric estimation from incomplete observations", 1958). It says nothing beyond the
+    longest output that has ended; there, outputs are taken to end at random times.
     """
     if not running or len(ended) < LEAST_OUTPUTS:
         return ended
@@ -80,8 +80,10 @@ def _with_running(ended: tuple[int, ...], running: Sequence[int]) -> tuple[int, 
         share = 1 - (nth + 0.5) / len(ended)
         while at < len(ended) and longer[at] > share:
             at += 1
-        beyond = round(last * (1 + log(left / share))) if left > share else last
-        found.append(ended[at] if at < len(ended) else beyond)
+        if at < len(ended):
+            found.append(ended[at])
+        else:
+            found.append(round(last * (1 + log(left / share))))
     return tuple(found)
 
 

@@ -143,8 +143,7 @@ class PreCopies:
         for unit in self._units.partition:
             is_whole = self._engines.gone.isdisjoint(unit.engines)
             if unit not in target and is_whole and self._engines.serves(alone(unit.leader)):
-                state = self._capacity.unit_state(unit, serving=True, paused=0)
-                found[unit] = self._requests.ended.choose(unit, state.portable_tokens)
+                found[unit] = self._requests.ended.choose(unit, self._portable_tokens(unit))
         return {unit: requests for unit, requests in found.items() if requests}
 
     def begin(self, carries: Sequence[Carry]) -> None:
@@ -169,8 +168,11 @@ class PreCopies:
 
         ``ended`` counts only the prompts: nobody here knows how long the answers are.
         """
-        state = self._capacity.unit_state(source, serving=True, paused=0)
-        return self._engines.limits(source).blocks(state.portable_tokens)
+        return self._engines.limits(source).blocks(self._portable_tokens(source))
+
+    def _portable_tokens(self, unit: Unit) -> int:
+        """Return how many tokens' caches of a unit a switch may take along."""
+        return self._capacity.unit_state(unit, serving=True, paused=0).portable_tokens
 
     def take(self, message: m.AheadAnswer) -> bool:
         """Take an engine's answer; return False if nothing awaits it."""

@@ -28,8 +28,8 @@ SHRUNK_SECONDS = 5.0
 is about to release it."""
 
 HOLD_SECONDS = 0.05
-"""How long a released group keeps its blocks at most for requests that stand still. Others may wait
-for these blocks in another engine, and requests may come here from far busier units."""
+"""How long a released group keeps its blocks at most for requests that stand still. Another engine
+may lack these blocks, and a request may come from a unit whose last step takes long."""
 
 
 class Growth(msgspec.Struct):

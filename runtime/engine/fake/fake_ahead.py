@@ -125,7 +125,7 @@ class FakeAhead:
                 continue
             found = self._pool.find(request.prefixes(self._size))
             blocks = list(takewhile(lambda block: block not in unsure, found))
-            free = self._pool.count_free(blocks)
+            free = self._pool.unheld(blocks)
             if blocks and self._taken[carry] + free <= room:
                 self._taken[carry] += free
                 self._pool.hold(blocks)

@@ -30,10 +30,6 @@ class FakeBlocks:
         """The free ids, in the order in which they are given out."""
         return list(self._free)
 
-    def count_free(self, blocks: Iterable[int]) -> int:
-        """Return how many of these ids are free."""
-        return sum(block in self._free for block in blocks)
-
     @property
     def cached(self) -> int:
         """How many blocks are cached, free or held."""

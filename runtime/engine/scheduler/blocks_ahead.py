@@ -110,9 +110,9 @@ class BlocksAhead:
     def expect(self, name: str, asked: EngineCoreRequest, engine_core: EngineCore) -> None:
         """See ``interface.Core.expect_prefix``. No grammar is compiled for it.
 
-        It is remembered as if it had ended here, so the next switch can take it along again. To
-        forget it when others come would also take a while, for which these would stand still. If
-        it has ended here, it is known with its answer already.
+        The request is remembered as if it had ended here, so the next switch can take its cache
+        along again. Nor must its tokens be freed when other requests come, which would stand still
+        meanwhile. A request that has ended here is known already, with its answer.
         """
         request = self.pinned.latest(asked.request_id)
         if request is None:
