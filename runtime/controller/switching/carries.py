@@ -269,23 +269,23 @@ class Carries:
             are_own = all(members.issuperset(carry.source.engines) for carry in carries)
             several = sum(bool(carry.ids) for carry in carries) > 1
             together = several and are_own and self._capacity.lacks_room(unit)
-            for carry in carries if not together else ():
-                self._allot(carry)
+            foreseen = [] if together else [carry for carry in carries if self._allot(carry)]
             if together and any(carry.stage is CarryStage.EXPORTING for carry in carries):
                 continue
             for carry in exported:
                 self._import(carry, more=together and carry is not exported[-1])
+            for carry in foreseen:
+                self._taking_over.foresee(carry)
 
-    def _allot(self, carry: Carry) -> None:
-        """Let the destination give blocks to requests whose last steps are still in flight."""
+    def _allot(self, carry: Carry) -> bool:
+        """Let a destination give blocks to requests before they come; return whether it is new."""
         if carry.stage is not CarryStage.EXPORTING or carry.is_allotted:
-            return
+            return False
         requests = [each for name, each in carry.announced.items() if name in carry.ids]
         if requests:
-            carry.is_allotted = True
-            self._taking_over.foresee(carry, requests)
-            allot = m.Allot(carry.number, carry.destination, carry.source, requests)
-            self._send(carry.destination, allot)
+            carry.is_allotted, to = True, carry.destination
+            self._send(to, m.Allot(carry.number, to, carry.source, requests))
+        return carry.is_allotted
 
     def _import(self, carry: Carry, *, more: bool) -> None:
         taken = self._taking_over.choose(carry)

@@ -5,7 +5,7 @@ about the same time. So all that need not be done before ``Import`` is sent wait
 left to be sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shoal.runtime.controller.books.books import Books
 from shoal.runtime.controller.books.capacity import Capacity
@@ -31,9 +31,10 @@ class TakingOver:
         self._capacity = capacity
         self._owed: list[tuple[Carry, list[m.CarriedRequest]]] = []
 
-    def foresee(self, carry: Carry, announced: Sequence[m.CarriedRequest]) -> None:
+    def foresee(self, carry: Carry) -> None:
         """Look by now which of the announced requests their destination can hold."""
-        carry.fitting = {each.request_id for each in self._that_fit(carry, announced)}
+        fitting = self._that_fit(carry, carry.announced.values())
+        carry.fitting = {each.request_id for each in fitting}
 
     def choose(self, carry: Carry) -> list[m.CarriedRequest]:
         """Return the exported requests that go on in their destination, as it is to be told."""
@@ -51,7 +52,7 @@ class TakingOver:
         ]
 
     def _that_fit(
-        self, carry: Carry, described: Sequence[m.CarriedRequest]
+        self, carry: Carry, described: Iterable[m.CarriedRequest]
     ) -> list[m.CarriedRequest]:
         idle, found = self._capacity.idle(carry.destination), list[m.CarriedRequest]()
         for each in described:

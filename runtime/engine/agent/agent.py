@@ -126,7 +126,7 @@ class Agent:
             self._lending.tend()
             self._stepping.publish()
             if self._garbage is not None:
-                self._garbage.tend(idle=self._is_idle)
+                self._garbage.tend(idle=self._is_idle, hurries=self._carrying.keeps_waiting)
         except Exception as error:
             cause = m.DeathCause.HUNG if isinstance(error, HungStepError) else m.DeathCause.FAILED
             reason = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -45,6 +45,11 @@ class Allotting:
         self._allotments: dict[int, Allotment] = {}
         """By carry, until ``Import`` comes."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether requests are about to come whose last steps are in flight."""
+        return bool(self._allotments)
+
     def begin(self, message: m.Allot) -> None:
         """Take note of requests that are to get blocks."""
         announced = {request.request_id: request for request in message.requests}

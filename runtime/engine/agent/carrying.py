@@ -5,10 +5,6 @@ blocks until it is told to drop or to keep them. As the destination, a core prep
 they come, and adopts them in portions: as many as find room, the smallest first. Dropped requests
 make room at the source, so that the rest may find room too. If none finds any for ``ROOM_SECONDS``,
 the longest is computed again, whose blocks are room for any other; next time two are, then four.
-
-A group takes blocks of all its members at once. So where blocks are short, requests of several
-sources take turns: the next one comes from the engines that hold most. Otherwise the first source
-would have free blocks, and the others, which have none, would keep the group from using them.
 """
 
 import logging
@@ -23,10 +19,12 @@ from shoal.runtime.engine.agent.arrived import Arrivals, Portion
 from shoal.runtime.engine.agent.binding import Binding
 from shoal.runtime.engine.agent.copying_ahead import CopyingAhead
 from shoal.runtime.engine.agent.departures import Departures
+from shoal.runtime.engine.agent.going_on import GoingOn
 from shoal.runtime.engine.agent.interface import Core, EngineBackend
 from shoal.runtime.engine.agent.results import Copied
 from shoal.runtime.engine.agent.sliced_work import SlicedWork
 from shoal.runtime.engine.agent.stepping import Stepping
+from shoal.runtime.engine.agent.taking_turns import TakingTurns
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import AgentTransport, Frames
 
@@ -79,17 +77,26 @@ class Carrying:
         """Expected requests that are not valid for their unit, and why."""
         self._allotting = Allotting(backend, binding, clock)
         self._arrivals: dict[int, Arrivals] = {}
+        self._turns = TakingTurns(backend, self._arrivals)
         self._gathering: dict[Unit, list[int]] = {}
         """Carries that take turns with one whose ``Import`` is still to come."""
         self.has_come = False
         """Whether there are arrivals that were not tried yet."""
         self._copying: dict[Unit, list[Portion]] = {}
         """What each core's copies bring, in the order in which they end."""
+        self.going_on = GoingOn(binding, stepping)
+        """Follows the core that has gone on last."""
 
     @property
     def is_under_way(self) -> bool:
         """Whether requests stand still, or are about to, until the next message has come."""
         return self._departures.is_under_way or bool(self._expected)
+
+    @property
+    def keeps_waiting(self) -> bool:
+        """Whether requests that leave or come stand still, or will after their steps in flight."""
+        leaves, comes = self._departures.is_under_way, self._allotting.is_under_way
+        return leaves or comes or bool(self._arrivals) or self.going_on.core is not None
 
     def take(self, message: m.Expect | m.Export | m.Allot | m.Import | m.Drop | m.Keep) -> None:
         """Do what the controller says."""
@@ -164,7 +171,7 @@ class Carrying:
     @property
     def _crowded(self) -> set[Unit]:
         """The units in which requests that have come wait for room."""
-        return {each.message.unit for each in self._arrivals.values() if each.waiting}
+        return {each.message.unit for each in self._arrivals.values() if not each.are_served}
 
     def take_in(self, message: m.Import) -> None:
         """Take note of requests that have come, and forget expected ones that do not come."""
@@ -241,7 +248,7 @@ class Carrying:
         arrivals = self._arrivals.values()
         come = [each for each in arrivals if each.message.unit == core.unit and each.waiting]
         # All of them must be adopted, in this order.
-        if not all(each.are_served and len(self._sharers(each)) == 1 for each in come):
+        if not all(each.are_served and len(self._turns.sharers(each)) == 1 for each in come):
             return False
         carries = [(each.message.source, each.waiting) for each in come]
         return bool(carries) and core.send_first(carries)
@@ -254,9 +261,7 @@ class Carrying:
                 self._end(unit, self._copying[unit].pop(0), copied)
                 ended = True
         self._admit_all()
-        beginning = self._binding.beginning
-        if beginning is not None and not self.expects(beginning.core):
-            self._binding.beginning = None
+        self.going_on.see(self.expects)
         return ended
 
     def go_on(self) -> None:
@@ -312,7 +317,7 @@ class Carrying:
         is_tried = core.load.free_blocks == arrivals.tried and not arrivals.begins_served
         if serves and not gives_up and is_tried:
             return portion
-        share = self._share(core, arrivals) if serves else 0
+        share = self._turns.share(core, arrivals) if serves else 0
         while share and arrivals.waiting and self._take(core, arrivals, 0, portion):
             share -= 1
         arrivals.tried = core.load.free_blocks
@@ -347,45 +352,9 @@ class Carrying:
             portion.recomputed[request.request_id] = fallback
         return True
 
-    def _share(self, core: Core, arrivals: Arrivals) -> int:
-        """Return for how many requests of a carry there is room now, or may be.
-
-        Where carries take turns, the next request is always one of the source that then has the
-        most blocks on each of its engines.
-        """
-        sharers = self._sharers(arrivals)
-        if len(sharers) == 1:
-            return len(arrivals.waiting)
-        turns = list[tuple[float, int, bool]]()
-        for sharer in sharers:
-            left = 0.0
-            for request in reversed(sharer.waiting):
-                has_none = request.computed and request.request_id not in sharer.served
-                blocks = self._blocks(core, request) if has_none else 0
-                left += blocks / sharer.message.source.size
-                turns.append((left, blocks, sharer is arrivals))
-        free, share = core.load.free_blocks, 0
-        for turn, (_, blocks, is_own) in enumerate(sorted(turns, reverse=True)):
-            free -= blocks
-            # The first is tried in any case: it may find some of its blocks in the prefix cache.
-            if free < 0 and turn:
-                break
-            share += is_own
-        return share
-
-    def _blocks(self, core: Core, request: m.CarriedRequest) -> int:
-        """Return how many blocks a request takes that finds nothing of it in the prefix cache."""
-        layout = core.unit.layout
-        (limits,) = (of for of in self._backend.layouts if of.layout == layout)
-        return limits.blocks(request.length + 1)
-
-    def _sharers(self, arrivals: Arrivals) -> list[Arrivals]:
-        """Return all arrivals that take turns with some, and these."""
-        return [self._arrivals[number] for number in arrivals.sharers if number in self._arrivals]
-
     def _deadline(self, arrivals: Arrivals) -> float:
         """Return when it is given up to wait for room; infinite while something is copied."""
-        sharers = self._sharers(arrivals)
+        sharers = self._turns.sharers(arrivals)
         if not arrivals.waiting or any(self._portions(each.message) for each in sharers):
             return math.inf
         return max(each.deadline for each in sharers)
@@ -430,7 +399,7 @@ class Carrying:
         ]
         if not waiting:
             return 0
-        needed = sum(self._blocks(core, request) for request in waiting)
+        needed = sum(self._turns.blocks(core, request) for request in waiting)
         return max(1, needed - core.load.free_blocks)
 
     def due_in(self) -> float | None:

@@ -139,20 +139,21 @@ class Lending:
     def tend(self) -> None:
         """Ask for blocks that the bound group wants; give back what groups hold that are not bound.
 
-        A group to which requests are about to come keeps what it was lent ahead of them. A group
-        that has just been released gives nothing back as long as the requests that have run in it
-        stand still, because a portion takes milliseconds.
+        A group to which requests are about to come keeps what it was lent ahead of them. While
+        requests stand still until a core here goes on, a group that has just been released gives
+        nothing back, and one that is bound asks for nothing that would only save cached blocks: a
+        portion takes milliseconds.
         """
         serving, self._returns, self._asks_at = self._binding.serving, False, None
-        awaited = self._is_awaited()
-        if not awaited:
+        stands_still = self._stands_still()
+        if not stands_still:
             self._holds_until = None
         for core in self._backend.groups.values():
             if core in serving:
                 if self._works(core):
-                    self._ask(core, self._clock())
+                    self._ask(core, self._clock(), spares=not stands_still)
             elif core.lease_blocks and not core.in_flight and not self._carrying.expects(core):
-                if awaited and self._holds():
+                if stands_still and self._holds():
                     continue
                 self._return(core, m.PORTION)
                 self._returns |= core.load.free_blocks > 0
@@ -163,9 +164,11 @@ class Lending:
             self._holds_until = self._clock() + HOLD_SECONDS
         return self._clock() < self._holds_until
 
-    def _is_awaited(self) -> bool:
-        """Return whether requests, which have room, stand still until a core here goes on."""
+    def _stands_still(self) -> bool:
+        """Return whether requests, which have room, have no token until a core here goes on."""
         carrying, beginning = self._carrying, self._binding.beginning
+        if (core_with_all := carrying.going_on.core) is not None:
+            return not carrying.lacking(core_with_all)
         core: Core | None = beginning.core if beginning is not None else None
         if self._binding.awaits_answer:
             core = self._backend.own
@@ -178,7 +181,7 @@ class Lending:
         """Ask without a pause: members may have blocks now that they did not have before."""
         self._growth.retry_at = 0.0
 
-    def _ask(self, core: GroupCore, now: float) -> None:
+    def _ask(self, core: GroupCore, now: float, *, spares: bool) -> None:
         growth, bind = self._growth, self._binding.bind
         if bind is None or growth.asked:
             return
@@ -186,7 +189,7 @@ class Lending:
             self._asks_at = growth.retry_at
             return
         lacking = core.blocks_lacking + self._carrying.lacking(core)
-        wanted = max(lacking, core.blocks_wanted if now >= growth.spares_at else 0)
+        wanted = max(lacking, core.blocks_wanted if spares and now >= growth.spares_at else 0)
         if wanted > 0:
             # With nothing running no block of the group will come free by itself.
             urgent = bool(lacking) and not core.in_flight and not core.load.running

@@ -30,6 +30,8 @@ class Account(msgspec.Struct):
     """When the oldest step in flight began, if its device was free then; None: no step is."""
     ended: list[EndedSteps] = []
     """Steps that were collected and are not in ``work`` yet."""
+    steps: int = 0
+    """How many steps have ended."""
     added: int = 0
     """Requests that were sent to it."""
     finished: list[str] = []
@@ -89,6 +91,10 @@ class Stepping:
         self._accounts = {unit: Account() for unit in backend.cores}
         self.trials = Trials(backend, transport)
         """Made-up requests among those that the cores compute."""
+
+    def ended(self, unit: Unit) -> int:
+        """Return how many steps of a unit have ended."""
+        return self._accounts[unit].steps
 
     def count(self, unit: Unit) -> None:
         """Take note of a request that was sent to a unit."""
@@ -161,6 +167,7 @@ class Stepping:
         if collected is None:
             return False
         account.ended += collected.steps
+        account.steps += len(collected.steps)
         # Of a step without outputs vLLM sends its statistics to the first front end.
         of_trial = self.trials.running
         account.finished += self.trials.without_own(collected.finished)

@@ -311,6 +311,22 @@ def test_what_was_not_allotted_in_time_is_when_it_comes(
     assert noted.calls[:5] == ["send_first", "adopt", "adopt", "copy", "dispatch"]
 
 
+def test_what_comes_with_others_that_have_their_blocks_is_allotted_when_it_comes(
+    plain: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(plain, "a")
+    expect(plain, "b", carry=CARRY + 1)
+    allot(plain, "a")
+    monkeypatch.setattr(allotting, "ALLOT_SECONDS", 0.0)
+    plain.tell(m.Allot(CARRY + 1, OWN, OTHER, [announced("b")]))
+    noted = Noted(plain, monkeypatch, sends=True)
+    for carry, name in ((CARRY, "a"), (CARRY + 1, "b")):
+        plain.network.controller.to_engine(0, m.Import(carry, OWN, OTHER, [rest(name)]))
+    plain.turn()
+    assert noted.sent == [["a"], ["b"]], "they need not be adopted before the step is sent"
+    assert noted.calls[:4] == ["send_first", "adopt", "copy", "adopt"]
+
+
 def test_what_shares_the_room_with_others_is_not_allotted_when_it_comes(
     plain: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.runtime.engine.agent import binding
 from shoal.runtime.engine.agent.binding import State
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine.agent.agent_bench import GROUP, LEASE_1, Bench
@@ -89,6 +90,19 @@ def test_hard_release_keeps_paused_requests_and_their_blocks(bench: Bench) -> No
     (resumed,) = bench.tell(m.Resume(5, GROUP, released.returned[0]))
     assert (resumed, bench.agent.binding.state) == (m.Resumed(5, 0, 0), State.SOLO)
     assert len(bench.backend.own.lent) == 10 - len(released.returned[0])
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["a request waits", "none does"])
+def test_a_release_gives_few_blocks_back_at_once_while_requests_wait(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    monkeypatch.setattr(binding, "FIRST_BLOCKS", 4)
+    bench.bind(blocks=30)
+    if waits:
+        bench.add("shared", prompt=15, tokens=50, group=GROUP)
+    released, *_ = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    assert isinstance(released, m.Released)
+    assert len(released.returned[0]) == (4 if waits else 30)
 
 
 def test_sequential_release_waits(bench: Bench) -> None:

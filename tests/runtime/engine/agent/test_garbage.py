@@ -3,12 +3,23 @@
 import gc
 
 import pytest
+from msgspec import structs
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.engine.agent import garbage
 from shoal.runtime.engine.agent.garbage import LONGEST_SECONDS, PAUSE_SECONDS, Garbage
 from shoal.runtime.protocol import messages as m
-from tests.runtime.engine.agent.agent_bench import Bench
+from tests.runtime.engine.agent.agent_bench import GROUP, Bench, started
+from tests.runtime.engine.agent.test_carrying import (
+    CARRY,
+    OTHER,
+    OWN,
+    STEP,
+    carried,
+    expect,
+    only,
+    take_in,
+)
 from tests.runtime.loopback_node import request_payload
 
 
@@ -17,7 +28,8 @@ class Time:
 
     def __init__(self) -> None:
         self.now, self.collections = 100.0, 0
-        self.garbage = Garbage(lambda: self.now, self._collect)
+        self.automatic = list[bool]()
+        self.garbage = Garbage(lambda: self.now, self._collect, self.automatic.append)
 
     def _collect(self) -> None:
         self.collections += 1
@@ -25,7 +37,7 @@ class Time:
     def after(self, seconds: float, *, idle: bool) -> int:
         """Return how many collections there were, after so long."""
         self.now += seconds
-        self.garbage.tend(idle=idle)
+        self.garbage.tend(idle=idle, hurries=False)
         return self.collections
 
 
@@ -67,6 +79,54 @@ def test_an_agent_with_a_request_is_not_idle() -> None:
         bench.clock.advance(1.0)
         bench.agent.turn(0.0)
     assert time.collections == 1
+
+
+def test_python_is_told_once_that_requests_stand_still() -> None:
+    time = Time()
+    for hurries in (False, True, True, False, False):
+        time.garbage.tend(idle=False, hurries=hurries)
+    assert time.automatic == [False, True]
+
+
+def test_python_collects_nothing_until_the_first_step_of_requests_that_come_has_ended() -> None:
+    bench, time = started(step_seconds=STEP), Time()
+    bench.bind()
+    expect(bench, "r")
+    bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    bench.agent._garbage = time.garbage
+    bench.tell(m.Resume(5, GROUP, []))
+    assert time.automatic == [], "the step before their last one may take long"
+    whole = carried("r")
+    bench.tell(m.Allot(CARRY, OWN, OTHER, [structs.replace(whole, tokens=whole.tokens[:-1])]))
+    assert time.automatic == [False]
+    take_in(bench, whole)
+    bench.turn(3)
+    assert time.automatic == [False]
+    bench.clock.advance(STEP)
+    bench.turn(2)
+    assert time.automatic == [False, True]
+
+
+def test_python_collects_nothing_while_a_source_takes_its_last_step() -> None:
+    bench, time = started(step_seconds=STEP), Time()
+    bench.agent._garbage = time.garbage
+    bench.add("leaves")
+    bench.clock.advance(STEP)
+    bench.turn(2)
+    bench.tell(m.Export(CARRY, OWN, ["leaves"]))
+    assert time.automatic == [False]
+    bench.clock.advance(STEP)
+    only(bench.turn(), m.Exported)
+    assert time.automatic == [False, True]
+
+
+def test_an_agent_lets_python_collect_or_not() -> None:
+    try:
+        garbage.let_python_collect(False)
+        assert not gc.isenabled()
+    finally:
+        garbage.let_python_collect(True)
+    assert gc.isenabled()
 
 
 def test_python_looks_through_new_objects_only() -> None:

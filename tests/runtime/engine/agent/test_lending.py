@@ -12,6 +12,7 @@ from shoal.runtime.engine.agent.lending import (
 )
 from shoal.runtime.protocol import messages as m
 from tests.runtime.engine.agent.agent_bench import GROUP, LEASE_1, Bench, started
+from tests.runtime.engine.agent.test_carrying import CARRY, OTHER, OWN, carried, expect, take_in
 from tests.runtime.loopback_node import request_payload
 
 
@@ -196,6 +197,38 @@ def test_a_lease_goes_home_after_the_requests_that_stand_still(
         messages = bench.turn(3)
         assert [type(message) for message in messages] == [m.Returning, m.Returning]
         assert bench.agent.next_wakeup() is None
+
+
+def test_a_lease_goes_home_after_the_first_step_of_the_requests_that_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(m, "PORTION", 40)
+    bench = started(step_seconds=HOLD_SECONDS / 2)
+    bench.bind(blocks=100)
+    expect(bench, "r")
+    (released,) = bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    assert isinstance(released, m.Released)
+    bench.tell(m.Resume(5, GROUP, released.returned[0]))
+    messages = bench.tell(m.Import(CARRY, OWN, GROUP, [carried("r")]), turns=3)
+    assert [type(message) for message in messages] == [m.Imported]
+    assert bench.backend.own.in_flight
+    bench.clock.advance(HOLD_SECONDS / 2)
+    messages = bench.turn(3)
+    assert [type(message) for message in messages] == [m.Returning, m.Returning]
+
+
+def test_a_group_asks_for_no_blocks_that_only_save_cached_ones_while_requests_stand_still(
+    caching: Bench,
+) -> None:
+    expect(caching, "early", unit=GROUP)
+    expect(caching, "late", unit=GROUP, carry=CARRY + 1)
+    caching.bind(blocks=50)
+    messages = caching.tell(m.Import(CARRY, GROUP, OTHER, [carried("early")]), turns=3)
+    assert caching.backend.groups[GROUP].blocks_wanted
+    assert [type(message) for message in messages] == [m.Imported]
+    take_in(caching, carried("late"), unit=GROUP, carry=CARRY + 1)
+    caching.clock.advance(0.001)
+    assert [type(message) for message in caching.turn(3)] == [m.NeedBlocks]
 
 
 def test_a_lease_goes_home_at_once_if_requests_that_stand_still_lack_room(
