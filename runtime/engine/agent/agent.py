@@ -110,6 +110,7 @@ class Agent:
             self._transport.wait(self._patience(timeout), eager=eager)
             for frames in self._transport.receive():
                 self._handle(m.decode_to_engine(frames[0]), frames[1:])
+            self._hold_garbage()
             if self._carrying.has_come:
                 self._carrying.begin(self.active)
             self._backend.on_readable()
@@ -125,13 +126,18 @@ class Agent:
             self.binding.reach_safe_point()
             self._lending.tend()
             self._stepping.publish()
+            self._hold_garbage()
             if self._garbage is not None:
-                self._garbage.tend(idle=self._is_idle, hurries=self._carrying.keeps_waiting)
+                self._garbage.tend(idle=self._is_idle)
         except Exception as error:
             cause = m.DeathCause.HUNG if isinstance(error, HungStepError) else m.DeathCause.FAILED
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._transport.to_controller(m.EngineFailed(self.engine, reason, cause))
             raise
+
+    def _hold_garbage(self) -> None:
+        if self._garbage is not None:
+            self._garbage.hold(hurries=self._carrying.keeps_waiting)
 
     # --- messages -----------------------------------------------------------------------------
 

@@ -59,16 +59,22 @@ class Garbage:
         self._has_worked = False
         self._idle = True
 
-    def tend(self, *, idle: bool, hurries: bool) -> None:
-        """Collect, if it is time for that.
+    def hold(self, *, hurries: bool) -> None:
+        """Keep Python from collecting by itself, or let it do so again.
 
         Args:
-            idle: whether the engine has no requests.
-            hurries: whether requests stand still until the engine goes on with them.
+            hurries: whether requests stand still, or are about to, until the engine goes on.
         """
         if self._is_automatic is hurries:
             self._is_automatic = not hurries
             self._automatic(self._is_automatic)
+
+    def tend(self, *, idle: bool) -> None:
+        """Collect, if it is time for that.
+
+        Args:
+            idle: whether the engine has no requests.
+        """
         self._idle = idle
         self._has_worked |= not idle
         if self._due_in() <= 0:

@@ -37,7 +37,7 @@ class Time:
     def after(self, seconds: float, *, idle: bool) -> int:
         """Return how many collections there were, after so long."""
         self.now += seconds
-        self.garbage.tend(idle=idle, hurries=False)
+        self.garbage.tend(idle=idle)
         return self.collections
 
 
@@ -84,7 +84,7 @@ def test_an_agent_with_a_request_is_not_idle() -> None:
 def test_python_is_told_once_that_requests_stand_still() -> None:
     time = Time()
     for hurries in (False, True, True, False, False):
-        time.garbage.tend(idle=False, hurries=hurries)
+        time.garbage.hold(hurries=hurries)
     assert time.automatic == [False, True]
 
 
@@ -105,6 +105,23 @@ def test_python_collects_nothing_until_the_first_step_of_requests_that_come_has_
     bench.clock.advance(STEP)
     bench.turn(2)
     assert time.automatic == [False, True]
+
+
+def test_python_collects_nothing_from_the_turn_on_in_which_requests_get_their_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, time, then = started(step_seconds=STEP), Time(), list[list[bool]]()
+    bench.agent._garbage = time.garbage
+    allot = bench.backend.own.allot
+
+    def noting(request: m.CarriedRequest) -> bool:
+        then.append([*time.automatic])
+        return allot(request)
+
+    monkeypatch.setattr(bench.backend.own, "allot", noting)
+    expect(bench, "r")
+    bench.tell(m.Allot(CARRY, OWN, OTHER, [carried("r")]))
+    assert then == [[False]]
 
 
 def test_python_collects_nothing_while_a_source_takes_its_last_step() -> None:
