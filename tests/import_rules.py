@@ -84,6 +84,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.layouts.seats",
         "shoal.runtime.engine.layouts.seeded_sampling",
         "shoal.runtime.engine.layouts.told_tokens",
+        "shoal.runtime.engine.layouts.writing_ahead",
         "shoal.runtime.engine.layouts.adapters",
         "shoal.runtime.engine.layouts.encoder_cache",
         "shoal.runtime.engine.layouts.engine_config",

@@ -10,6 +10,7 @@ from typing import Any
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from shoal.runtime.engine.layouts.seats import Seats
+from shoal.runtime.engine.layouts.writing_ahead import WritingAhead
 from shoal.runtime.engine.link import instructions
 
 Blocks = tuple[list[int], ...]
@@ -26,18 +27,31 @@ class Introductions:
         self._physical = physical
         self._known: dict[str, NewRequestData] = {}
         self._seats: Seats | None = None
+        self.ahead = WritingAhead()
+        """Writes what is known of seated requests while another layout runs."""
 
     def add(self, request: NewRequestData) -> None:
         """Take note of a request; its blocks are not known yet."""
         self._known[request.req_id] = request
 
-    def seat(self, rests: Iterable[instructions.Rest], model_runner: Any) -> None:
-        """Give requests rows of a V2 model runner, which is always the same one."""
+    def seat(
+        self, rests: Iterable[instructions.Rest], model_runner: Any, *, ahead: bool = False
+    ) -> None:
+        """Give requests rows of a V2 model runner, which is always the same one.
+
+        Args:
+            rests: says what is new of them.
+            model_runner: the model runner.
+            ahead: whether to write what is staged by now: another layout runs, and no more are
+                about to be seated.
+        """
         if self._seats is None:
-            self._seats = Seats(model_runner)
+            self._seats = Seats(model_runner, self.ahead)
         for rest in rests:
             known = self._known[rest.request_id] = self._whole(rest)
             self._seats.take(replace(known, block_ids=self._physical(rest.blocks)))
+        if ahead:
+            self.ahead.write(model_runner)
 
     def complete(self, scheduled: SchedulerOutput, begun: instructions.Begun) -> SchedulerOutput:
         """Return a step as vLLM's scheduler has made it, but that seated requests run already.

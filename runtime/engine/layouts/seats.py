@@ -2,8 +2,9 @@
 
 ``GPUModelRunner.add_requests`` takes tens of microseconds for each request, and carried requests
 stand still meanwhile. Most of it can be done as soon as a request has its blocks: it is *seated*.
-What that writes to tables is only staged. The step adds what is new, and then all is written at
-once, because a model runner has buffers for no more writes than one in each step.
+What that writes to tables is only staged. It is written while another layout runs
+(``writing_ahead.py``), and what is new with the step. Where this layout runs, the step writes all
+at once, because a model runner has buffers for no more writes than one in each step.
 
 vLLM draws a seed for each request that has none, and all members of a unit have to draw the same.
 Before the unit is bound they have no generator in common. So each seat has one, which begins with
@@ -21,6 +22,7 @@ import torch
 from numpy.random import mtrand
 from vllm.v1.core.sched.output import NewRequestData
 
+from shoal.runtime.engine.layouts.writing_ahead import WritingAhead
 from shoal.runtime.engine.link.instructions import Rest
 
 
@@ -29,10 +31,12 @@ class Seats:
 
     Args:
         model_runner: the layout's, V2.
+        ahead: writes what is staged before the step comes.
     """
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: Any, ahead: WritingAhead) -> None:
         self._runner = model_runner
+        self._ahead = ahead
         self._seated: set[str] = set()
 
     def take(self, request: NewRequestData) -> None:
@@ -77,6 +81,7 @@ class Seats:
             return
         # What is staged for a row must be written before the row is another request's. Such a write
         # is one more than a step has, so it must not meet those of a step.
+        self._ahead.join()
         with torch.inference_mode():
             _settle(self._runner.device)
             self._runner.req_states.apply_staged_writes()

@@ -79,6 +79,8 @@ class Seat:
     """
 
     requests: list[Rest]
+    is_last: bool = True
+    """Whether no others get rows with these."""
 
 
 class Begun(msgspec.Struct):

@@ -229,6 +229,8 @@ class Runner:
 
     def _enter(self, layout: Layout) -> None:
         if layout != self._layout:
+            if self._layout in self._workers:  # not while it is made anew
+                self._worker.introductions.ahead.leave()
             self._random.switch(self._layout, layout)
             self._layout = layout
 
@@ -261,8 +263,9 @@ class Runner:
         match instruction:
             case instructions.Introduce(request):
                 worker.introductions.add(request)
-            case instructions.Seat(requests):
-                worker.introductions.seat(requests, worker.model_runner)
+            case instructions.Seat(requests, is_last):
+                ahead = is_last and layout != self._layout
+                worker.introductions.seat(requests, worker.model_runner, ahead=ahead)
             case instructions.Extend(virtual, physical):
                 # A lease may grow for KV that is copied ahead of the group's first bind.
                 worker.map_blocks(virtual, physical[self._engine])

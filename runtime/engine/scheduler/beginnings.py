@@ -146,7 +146,8 @@ class Beginnings:
         seats, self._seats = [rest for rest in self._seats if self._holds(rest)], []
         self._former.difference_update(rest.request_id for rest in seats)
         for begin in range(0, len(seats), SEATS):
-            self._channel.send(instructions.Seat(seats[begin : begin + SEATS]))
+            some, is_last = seats[begin : begin + SEATS], begin + SEATS >= len(seats)
+            self._channel.send(instructions.Seat(some, is_last))
 
     def _holds(self, rest: instructions.Rest) -> bool:
         """Return whether a request has the blocks with which it is to be seated."""

@@ -283,6 +283,7 @@ class CarryCost:
                     output = self._map.apply(output) if unit.is_group else output
                     runner.finish_requests(output)
                     runner.add_requests(output)
+                    runner.block_tables.apply_staged_writes()
 
     def _foresee(self, unit: Unit) -> None:
         """Do what a runner does while the last steps run: find out what it will read."""
@@ -312,8 +313,9 @@ class CarryCost:
                 match instruction:
                     case instructions.Introduce(request):
                         self._introductions[unit].add(request)
-                    case instructions.Seat(requests):
-                        self._introductions[unit].seat(requests, self._runners[unit])
+                    case instructions.Seat(requests, is_last):
+                        introductions, runner = self._introductions[unit], self._runners[unit]
+                        introductions.seat(requests, runner, ahead=is_last)
                     case instructions.Bind(virtual=virtual) | instructions.Extend(virtual=virtual):
                         self._map.extend(virtual, instruction.physical[unit.leader])
             self._channel(unit).data.clear()

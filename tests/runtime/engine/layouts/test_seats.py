@@ -105,14 +105,18 @@ def told(name: str, outputs: Sequence[int], blocks: Sequence[int]) -> Runner:
 
 
 def seated(
-    runner: Runner, *names: str, first: int = 1, again: Introductions | None = None
+    runner: Runner,
+    *names: str,
+    first: int = 1,
+    again: Introductions | None = None,
+    ahead: bool = False,
 ) -> Introductions:
     """Introduce requests and seat them: with one output, and two blocks each."""
     introductions = again or Introductions()
     for number, name in enumerate(names):
         introductions.add(new(name))
         blocks = [first + 2 * number, first + 1 + 2 * number]
-        introductions.seat([Rest(name, array("i", [21]), 6, (blocks,))], runner)
+        introductions.seat([Rest(name, array("i", [21]), 6, (blocks,))], runner, ahead=ahead)
     return introductions
 
 
@@ -136,7 +140,37 @@ def test_a_seated_request_is_known_as_if_its_step_had_told_all(more: Any) -> Non
     assert runner.table("r") == whole.table("r")
 
 
-def test_nothing_is_written_before_the_step_comes() -> None:
+@pytest.mark.parametrize("more", [None, ([9],)])
+def test_what_is_written_ahead_is_known_as_if_its_step_had_told_all(more: Any) -> None:
+    runner = Runner()
+    begin(seated(runner, "r", "other", ahead=True), runner, "r", more=more)
+    whole = told("r", [21, 22, 23], [1, 2] if more is None else [1, 2, 9])
+    assert runner.table("r") == whole.table("r")
+
+
+def test_what_is_written_ahead_is_all_but_what_the_step_says() -> None:
+    runner = Runner()
+    introductions = seated(runner, "r", ahead=True)
+    before, states = runner.table("r"), runner.req_states
+    assert before["tokens"][: len(PROMPT) + 1] == [*PROMPT, 21]
+    assert before["blocks"] == [1, 2]
+    assert not states.all_token_ids._staged_write_indices
+    assert not runner.block_tables.block_tables[0]._staged_write_indices
+    gone = Begun(forgotten=["r"])
+    runner.step(introductions.complete(step_of(), gone))
+    runner.step(step_of(new("next", [5], [7, 8])))
+    assert runner.table("next") == told("next", [5], [7, 8]).table("next")
+
+
+def test_a_request_whose_row_was_written_ahead_may_be_seated_again() -> None:
+    runner = Runner()
+    introductions = seated(runner, "r", ahead=True)
+    seated(runner, "r", first=5, again=introductions, ahead=True)
+    begin(introductions, runner, "r", more=None)
+    assert runner.table("r") == told("r", [21, 22, 23], [5, 6]).table("r")
+
+
+def test_nothing_is_written_before_the_step_comes_where_the_layout_runs() -> None:
     runner = Runner()
     seated(runner, "r")
     row = runner.req_states.req_id_to_index["r"]

@@ -16,6 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from shoal.loadgen.bench.kernels import Kind, divided, read_trace
 from shoal.policies.values.layouts import Unit, alone, tensor_parallel
 from shoal.runtime.config import Addresses, NodeConfig
+from shoal.runtime.engine.layouts.introductions import Introductions
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 from shoal.runtime.engine.link import instructions as steps
 from shoal.runtime.engine.runner import recorder as recorder_module
@@ -91,6 +92,7 @@ class LoggedWorker:
     map_blocks = LayoutWorker.map_blocks
     block_map: Any = None
     answers = False
+    introductions = Introductions()
 
     def __init__(self, unit: Unit, log: list[str]) -> None:
         self.unit, self._log = unit, log

@@ -111,9 +111,15 @@ class Worker:
         self.unit, self.execute, self.answers = unit, execute, True
         self.block_map: BlockMap | None = None
         self.told = list[Any]()
+        self.ahead = list[bool]()
+        """Whether requests that get rows are written by then."""
         self.introductions = SimpleNamespace(
-            add=self.told.append, seat=lambda requests, _: self.told.append(requests)
+            add=self.told.append, seat=self._seat, ahead=SimpleNamespace(leave=lambda: None)
         )
+
+    def _seat(self, requests: Any, _: None, *, ahead: bool) -> None:
+        self.told.append(requests)
+        self.ahead.append(ahead)
 
 
 def known(worker: Worker) -> dict[int, int]:
@@ -181,6 +187,23 @@ def test_steps_are_answered_while_kv_is_copied_ahead(units: Units) -> None:
     assert units.answer() == (2, "output of a step")
     units.copied.set()
     assert units.answer() == (1, instructions.Copied(1, 0.5))
+
+
+def test_rows_are_written_ahead_with_the_last_of_them_while_another_layout_runs(
+    units: Units,
+) -> None:
+    group, rest = units.workers[GROUP], [instructions.Rest("r", array("i", [5]), 3, ([1],))]
+    for is_last in (False, True):
+        units.queues[GROUP].send(instructions.dumps(instructions.Seat(rest, is_last)))
+    while units.runner._queues.receive_own(0.05) is not None or len(group.ahead) < 2:
+        pass
+    bind = instructions.Bind(1, [2], {0: [8], 1: [6]}, seed=0)
+    units.queues[DP].send(instructions.dumps(instructions.Attach(GROUP)))
+    units.queues[GROUP].send(instructions.dumps(bind))
+    while units.runner._layout != GROUP:
+        units.runner._turn()
+    units.tell(GROUP, instructions.Seat(rest), instructions.Detach(1))
+    assert group.ahead == [False, True, False], "its steps may be in flight"
 
 
 def test_a_lease_may_grow_before_the_group_is_first_bound(units: Units) -> None:
