@@ -223,7 +223,7 @@ def said_of_later_carries(results: Results) -> list[str]:
         step
         for server in results.values()
         if isinstance(server, dict)
-        for step in server["steps"]
+        for step in server.get("steps", ())
         if step["step"].startswith("carry:")
     ]
     added = dict[str, str]()
@@ -231,14 +231,14 @@ def said_of_later_carries(results: Results) -> list[str]:
         some = [step["value"] for step in measured if case in step["step"]]
         more = [one[way]["beyond_step"]["p50"] * 1e3 for one in some for way in ("bind", "release")]
         added[case] = f"added {min(more):.0f} to {max(more):.0f} ms"
-    binds = [one for step in measured if "64x" in step["step"] for one in step["value"]["switches"]]
-    binds = [one["beyond_step"] for one in binds if one["to"] == "tp2"]
-    late = [one for one in binds if one > 0.05]
-    assert len(late) == 1
+    of_64 = [step["value"] for step in measured if "64x" in step["step"]]
+    binds = [one for value in of_64 for one in value["switches"] if one["to"] == "tp2"]
+    slowest = max(one["beyond_step"] for one in binds)
+    assert not any(value["prefilled_again"] for value in of_64)
     medians = f"such a switch {added['8x4096']}, and one with 64 requests of 1,024 tokens"
     return [
         f"{medians} {added['64x1024']}",
-        f"One of {len(binds)} binds of 64 requests added {late[0]:.2f} s",
+        f"Of {len(binds)} binds of 64 requests the slowest added {slowest * 1e3:.0f} ms, and none",
     ]
 
 
@@ -256,7 +256,7 @@ DERIVED: tuple[tuple[str, Callable[[Results], list[str]]], ...] = (
     ("2xh200-o", said_of_the_other_static_layout),
     ("1xh200", said_of_one_gpu),
     ("2xh200-i", said_of_a_carry),
-    ("2xh200-q", said_of_later_carries),
+    ("2xh200-r", said_of_later_carries),
     ("2xh200-c", said_of_an_idle_switch),
 )
 """The page that the README names as the source of a sentence, and what the sentence must say."""
