@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
+from itertools import chain
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -348,7 +349,7 @@ def _metrics_router(backstage: Backstage) -> APIRouter:
             return error_response(error.status, str(error))
         batches = backstage.batches
         found = [] if batches is None else await asyncio.to_thread(batches.store.unfinished)
-        text = page([*backstage.registered(), *batch_metrics(found)], node)
+        text = await page(chain(backstage.registered(), batch_metrics(found)), node)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return router

@@ -16,6 +16,7 @@ import prometheus_client
 import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from shoal.runtime.protocol.messages import NodeMetrics, Outcome
 from shoal.runtime.protocol.messages.metrics import EngineGauges
@@ -142,13 +143,42 @@ def test_promtool_finds_nothing(node: ServedNode) -> None:
 # --- what vLLM's gauges show ---
 
 
+class Families(Collector):
+    """What a registry collects."""
+
+    def __init__(self, families: list[GaugeMetricFamily]) -> None:
+        self._families = families
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        return self._families
+
+
 def family(name: str, *labels: str) -> GaugeMetricFamily:
     metric = GaugeMetricFamily(name, "As vLLM left it.", labels=["engine", "reason"][: len(labels)])
     metric.add_metric(list(labels), 77)
     return metric
 
 
-def test_gauges_of_the_scheduler_show_what_the_controller_says() -> None:
+async def test_a_front_end_does_other_things_between_families() -> None:
+    families = [family(f"shoal_{n}", "1") for n in range(5)]
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    text = await page(iter(families), NodeMetrics(1, [], []))
+    task.cancel()
+    assert turns >= len(families)
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(Families(families))
+    assert text == prometheus_client.generate_latest(registry)
+
+
+async def test_gauges_of_the_scheduler_show_what_the_controller_says() -> None:
     registered = [
         family("vllm:num_requests_running", "1"),
         family("vllm:num_requests_waiting", "1"),
@@ -158,7 +188,7 @@ def test_gauges_of_the_scheduler_show_what_the_controller_says() -> None:
         family("vllm:engine_sleep_state", "1"),
     ]
     node = NodeMetrics(1, [], [EngineGauges(0, 9, 9, 9, 0.9), EngineGauges(1, 2, 3, 4, 0.5)])
-    lines = page(registered, node).decode().splitlines()
+    lines = (await page(registered, node)).decode().splitlines()
     assert [line for line in lines if not line.startswith("#")] == [
         'vllm:num_requests_running{engine="1"} 2.0',
         'vllm:num_requests_waiting{engine="1"} 7.0',
