@@ -39,7 +39,7 @@ def live(run: RandomRun, operations: int, changes: int = 0) -> None:
     [
         (0, 1, 1, 0, NEVER),
         (1, 1, 1, 0, ALWAYS),
-        (2, 1, 1, 0, SOMETIMES),
+        (8, 1, 1, 0, SOMETIMES),
         (3, 4, 2, 0, SOMETIMES),
         (4, 1, 4, CHANGES, ALWAYS),
     ],
