@@ -27,7 +27,7 @@ SHRUNK_SECONDS = 5.0
 """How long a group does so without such blocks after it has given some up for other units: a switch
 is about to release it."""
 
-HOLD_SECONDS = 0.05
+HOLD_SECONDS = 0.03
 """How long a released group keeps its blocks at most for requests that stand still. Another engine
 may lack these blocks, and a request may come from a unit whose last step takes long."""
 
