@@ -45,8 +45,8 @@ class _One(Collector):
 async def page(registered: Iterable[Metric], node: NodeMetrics) -> bytes:
     """Return the page in Prometheus' text format.
 
-    A page of two engines takes a front end 15 ms, for which no stream would get a token. So it
-    looks after its streams after each metric family.
+    The page of a node with two engines took a front end 15 ms of a CPU's time. No stream would get
+    a token meanwhile, so other tasks have their turn after each metric family.
 
     Args:
         registered: the metric families of the front ends' registry.

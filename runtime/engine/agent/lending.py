@@ -167,8 +167,8 @@ class Lending:
     def _stands_still(self) -> bool:
         """Return whether requests, which have room, have no token until a core here goes on."""
         carrying, beginning = self._carrying, self._binding.beginning
-        if (core_with_all := carrying.going_on.core) is not None:
-            return not carrying.lacking(core_with_all)
+        if (begun := carrying.going_on.core) is not None:
+            return not carrying.lacking(begun)
         core: Core | None = beginning.core if beginning is not None else None
         if self._binding.awaits_answer:
             core = self._backend.own

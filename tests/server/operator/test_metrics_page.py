@@ -173,9 +173,7 @@ async def test_a_front_end_does_other_things_between_families() -> None:
     text = await page(iter(families), NodeMetrics(1, [], []))
     task.cancel()
     assert turns >= len(families)
-    registry = prometheus_client.CollectorRegistry(auto_describe=False)
-    registry.register(Families(families))
-    assert text == prometheus_client.generate_latest(registry)
+    assert text == prometheus_client.generate_latest(Families(families))
 
 
 async def test_gauges_of_the_scheduler_show_what_the_controller_says() -> None:
