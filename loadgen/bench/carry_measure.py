@@ -10,12 +10,11 @@ of its own in the results, so that a run that is cut short loses one part:
 """
 
 import asyncio
-import gc
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from shoal.loadgen.bench.measures import (
     requests_by_unit,
     switch,
 )
+from shoal.loadgen.bench.stream_processes import Following, Running, followed
 from shoal.loadgen.bench.switch_gaps import (
     CarrySwitch,
     count_differing,
@@ -37,7 +37,7 @@ from shoal.loadgen.bench.switch_gaps import (
     of_direction,
 )
 from shoal.loadgen.bench.systems import Layout, System
-from shoal.loadgen.bench.token_client import Client, Prompt, Stream
+from shoal.loadgen.bench.token_client import Client, Prompt
 
 CARRY = "carry"
 """Name of the measure, with which the names of its parts begin."""
@@ -75,7 +75,13 @@ def carry_steps(system: System, sizes: Sizes) -> dict[str, Step]:
 
 
 async def carried(
-    client: Client, *, system: System, sizes: Sizes, requests: int, prompt_tokens: int
+    client: Client,
+    *,
+    system: System,
+    sizes: Sizes,
+    requests: int,
+    prompt_tokens: int,
+    following: Following = followed,
 ) -> dict[str, Any]:
     """Return what binds and releases do to running requests, and check the requests' tokens.
 
@@ -94,7 +100,7 @@ async def carried(
     for begun in range(0, sizes.carry_switches, sizes.carry_lot):
         size = min(sizes.carry_lot, sizes.carry_switches - begun)
         prompts = [bench.prompt(prompt_tokens) for _ in range(requests)]
-        lots.append(await _lot(bench, prompts, size))
+        lots.append(await _lot(bench, following, prompts, size))
         if len(lots[-1].releases) < size:
             break  # a request has all of its tokens
     return {
@@ -118,7 +124,7 @@ class _Lot:
 
     binds: list[CarrySwitch]
     releases: list[CarrySwitch]
-    times: list[list[float]]
+    times: list[Sequence[float]]
     copies: dict[str, float]
     prefilled_again: int
     compared: int
@@ -128,14 +134,16 @@ class _Lot:
     differing_without_switch: int
 
 
-async def _lot(bench: Bench, prompts: Sequence[Prompt], switches: int) -> _Lot:
+async def _lot(
+    bench: Bench, following: Following, prompts: Sequence[Prompt], switches: int
+) -> _Lot:
     """Bind and release the engines so often while some prompts are answered."""
     client, alone, together = bench.client, bench.layout, bench.system.layouts[-1]
-    async with _streaming(bench, prompts) as running:
+    async with _streaming(bench, following, prompts) as running:
         before = await client.text("/metrics")
         found = await _rounds(bench, running, together, switches)
     after = await client.text("/metrics")
-    got = [stream.tokens for stream in running.streams]
+    got = [list(stream.tokens) for stream in running.streams]
     counts = [len(tokens) for tokens in got]
     apart, joint = [
         await _without_switch(client, one, prompts, counts) for one in (alone, together)
@@ -156,7 +164,9 @@ async def _lot(bench: Bench, prompts: Sequence[Prompt], switches: int) -> _Lot:
     )
 
 
-async def bystanders(client: Client, *, system: System, sizes: Sizes) -> dict[str, Any]:
+async def bystanders(
+    client: Client, *, system: System, sizes: Sizes, following: Following = followed
+) -> dict[str, Any]:
     """Return the time per token of the other engines while the first two are bound and released.
 
     Raises:
@@ -168,7 +178,7 @@ async def bystanders(client: Client, *, system: System, sizes: Sizes) -> dict[st
     requests, prompt_tokens = sizes.carry_cases[0]
     bench = Bench(client, system, alone, sizes, random.Random(BYSTANDERS))
     prompts = [bench.prompt(prompt_tokens) for _ in range(max(requests, len(alone.units)))]
-    async with _streaming(bench, prompts) as running:
+    async with _streaming(bench, following, prompts) as running:
         switches = await _rounds(bench, running, pair, sizes.carry_switches)
     names = {",".join(map(str, unit)) for unit in others}
     times = [stream.times for stream in running.streams if stream.unit in names]
@@ -178,7 +188,9 @@ async def bystanders(client: Client, *, system: System, sizes: Sizes) -> dict[st
     }
 
 
-async def prefix_hits(client: Client, *, system: System, sizes: Sizes) -> dict[str, Any]:
+async def prefix_hits(
+    client: Client, *, system: System, sizes: Sizes, following: Following = followed
+) -> dict[str, Any]:
     """Return a group's TTFT of a prompt that was carried, of its repetition, and of a new prompt.
 
     The group has never computed the carried prompt. One request decodes beside each of them.
@@ -192,9 +204,9 @@ async def prefix_hits(client: Client, *, system: System, sizes: Sizes) -> dict[s
     found: dict[str, list[float]] = {"carried": [], "repeated": [], "new": []}
     for _ in range(sizes.prompt_repeats):
         prompt = bench.prompt(tokens)
-        async with _streaming(bench, [prompt]) as running:
+        async with _streaming(bench, following, [prompt]) as running:
             await change_layout(client, together, TREATMENT)
-            await running.grow(sizes.carry_steps)
+            await _grow(running, sizes.carry_steps)
             for name, one in zip(found, (prompt, prompt, bench.prompt(tokens)), strict=True):
                 answer = await client.generate(one, 1, stream=True)
                 found[name].append(answer.first - answer.sent)
@@ -205,46 +217,29 @@ async def prefix_hits(client: Client, *, system: System, sizes: Sizes) -> dict[s
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """Streams under way."""
+async def _grow(running: Running, tokens: int) -> bool:
+    """Wait until every stream has so many more tokens; return False if one has ended before.
 
-    streams: Sequence[Stream]
-    tasks: Sequence[asyncio.Task[None]]
-
-    async def grow(self, tokens: int) -> bool:
-        """Wait until every stream has so many more tokens; return False if one has ended before.
-
-        Raises:
-            RequestFailedError: a stream failed.
-        """
-        wanted = [len(stream.tokens) + tokens for stream in self.streams]
-        while any(len(s.tokens) < n for s, n in zip(self.streams, wanted, strict=True)):
-            if ended := [task for task in self.tasks if task.done()]:
-                for task in ended:
-                    task.result()
-                return False
-            await asyncio.sleep(GROW_POLL_SECONDS)
-        return True
+    Raises:
+        RequestFailedError: a stream failed.
+    """
+    wanted = [stream.count + tokens for stream in running.streams]
+    while any(s.count < n for s, n in zip(running.streams, wanted, strict=True)):
+        if running.one_has_ended():
+            return False
+        await asyncio.sleep(GROW_POLL_SECONDS)
+    return True
 
 
 @asynccontextmanager
-async def _streaming(bench: Bench, prompts: Sequence[Prompt]) -> AsyncIterator[Running]:
+async def _streaming(
+    bench: Bench, following: Following, prompts: Sequence[Prompt]
+) -> AsyncIterator[Running]:
     """Stream answers to prompts on the idle node; begin once all decode, and leave it idle."""
     await switch(bench.client, bench.layout, "sequential")  # a failed part may have left another
-    streams = [Stream() for _ in prompts]
-    tasks = [
-        asyncio.create_task(bench.client.follow(prompt, bench.sizes.carry_tokens, stream))
-        for prompt, stream in zip(prompts, streams, strict=True)
-    ]
-    running = Running(streams, tasks)
-    try:
-        await running.grow(LEAD_TOKENS)
+    async with following(bench.client, prompts, bench.sizes.carry_tokens) as running:
+        await _grow(running, LEAD_TOKENS)
         yield running
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
     while sum((await requests_by_unit(bench.client)).values()):
         await asyncio.sleep(IDLE_POLL_SECONDS)
     await switch(bench.client, bench.layout, "sequential")
@@ -263,29 +258,17 @@ async def _rounds(bench: Bench, running: Running, together: Layout, switches: in
     all switches would begin at the same moment of a step.
     """
     found = _Switches()
-    with _without_collection():
-        await running.grow(bench.sizes.carry_steps)  # the client may just have been busy
-        for _ in range(switches):
-            for layout, ones in ((together, found.binds), (bench.layout, found.releases)):
-                await asyncio.sleep(bench.rng.uniform(0, bench.sizes.pause_seconds))
-                begun = time.perf_counter()
-                answer = await change_layout(bench.client, layout, TREATMENT)
-                ended = time.perf_counter()
-                if not await running.grow(bench.sizes.carry_steps):
-                    return found
-                ones.append(CarrySwitch.of(begun, ended, answer))
+    await _grow(running, bench.sizes.carry_steps)  # a page of metrics was just asked for
+    for _ in range(switches):
+        for layout, ones in ((together, found.binds), (bench.layout, found.releases)):
+            await asyncio.sleep(bench.rng.uniform(0, bench.sizes.pause_seconds))
+            begun = time.perf_counter()
+            answer = await change_layout(bench.client, layout, TREATMENT)
+            ended = time.perf_counter()
+            if not await _grow(running, bench.sizes.carry_steps):
+                return found
+            ones.append(CarrySwitch.of(begun, ended, answer))
     return found
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Let no garbage collection of this process look like a gap of the server's."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 async def _without_switch(

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import aiohttp
 import msgspec
@@ -44,16 +44,30 @@ class Answer:
         return self.progress[0][0] if self.progress else self.ended
 
 
-@dataclass(slots=True)
-class Stream:
+class Stream(Protocol):
     """An answer while it comes. Times are ``time.perf_counter`` seconds."""
 
-    times: list[float] = field(default_factory=list)
-    """When each chunk with tokens came."""
-    tokens: list[int] = field(default_factory=list)
-    """The ids of the output tokens."""
-    unit: str | None = None
-    """The engines of the unit where Shoal began to run it."""
+    @property
+    def times(self) -> Sequence[float]:
+        """When each chunk with tokens came."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The ids of the output tokens."""
+
+    @property
+    def count(self) -> int:
+        """How many of them there are."""
+
+    @property
+    def unit(self) -> str | None:
+        """The engines of the unit where Shoal began to run it."""
+
+    def begin(self, unit: str | None) -> None:
+        """Note that the answer has begun, and where."""
+
+    def add(self, now: float, tokens: Sequence[int]) -> None:
+        """Note the tokens of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +108,8 @@ class Client:
     """
 
     def __init__(self, address: str, model: str, admin: str | None = None) -> None:
-        self._model = model
         self.address = address
+        self.model = model
         self.admin = admin
 
     async def __aenter__(self) -> Self:
@@ -153,13 +167,12 @@ class Client:
         body = self._body(prompt, tokens) | {"stream": True, "return_token_ids": True}
         async with self._post(body, {}) as response:
             await _check(response)
-            stream.unit = response.headers.get("x-shoal-unit")
+            stream.begin(response.headers.get("x-shoal-unit"))
             async for now, chunk in _chunks(response):
                 if chunk.choices and chunk.choices[0].token_ids:
-                    stream.times.append(now)
-                    stream.tokens += chunk.choices[0].token_ids
-        if len(stream.tokens) != tokens:
-            raise RequestFailedError(f"asked for {tokens} tokens, got {len(stream.tokens)}")
+                    stream.add(now, chunk.choices[0].token_ids)
+        if stream.count != tokens:
+            raise RequestFailedError(f"asked for {tokens} tokens, got {stream.count}")
 
     async def token_ids(self, prompt: Prompt, tokens: int) -> list[int]:
         """Return the ids of ``tokens`` tokens that follow a prompt greedily.
@@ -234,7 +247,7 @@ class Client:
 
     def _body(self, prompt: Prompt, tokens: int) -> dict[str, Any]:
         return {
-            "model": self._model,
+            "model": self.model,
             "prompt": list(prompt),
             "max_tokens": tokens,
             "ignore_eos": True,

@@ -2,7 +2,9 @@
 
 import asyncio
 import time
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +22,9 @@ from shoal.loadgen.bench.carry_measure import (
 )
 from shoal.loadgen.bench.compare import run
 from shoal.loadgen.bench.measures import Sizes
+from shoal.loadgen.bench.stream_processes import Running
 from shoal.loadgen.bench.systems import SHOAL, System, dp_layout, tp_layout
-from shoal.loadgen.bench.token_client import Answer, Client, RequestFailedError, Stream
+from shoal.loadgen.bench.token_client import Answer, Client, Prompt, RequestFailedError, Stream
 from tests.loadgen.bench.test_campaign import COMMAND, campaign, still_running
 
 SIZES = Sizes(
@@ -103,7 +106,7 @@ class Node:
 
     async def follow(self, prompt: list[int], tokens: int, stream: Stream) -> None:
         assert not self.together
-        stream.unit = str(self.streams % len(self.units))
+        stream.begin(str(self.streams % len(self.units)))
         self.prompts.append(prompt)
         self.streams += 1
         number = self.streams
@@ -112,8 +115,8 @@ class Node:
                 await asyncio.sleep(0.0005)
                 if position == self.fails_after:
                     raise RequestFailedError("the stream ended with a fault")
-                stream.times.append(time.perf_counter())
-                stream.tokens.append(sum(prompt) + position + (number in self._damaged()))
+                token = sum(prompt) + position + (number in self._damaged())
+                stream.add(time.perf_counter(), [token])
         finally:
             self.streams -= 1
 
@@ -133,6 +136,53 @@ class Node:
         return Answer(sent=0.0, ended=9.0, progress=[(float(len(self.asked)), 1)])
 
 
+@dataclass
+class OwnStream:
+    """A stream that this process reads."""
+
+    times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    unit: str | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+    def begin(self, unit: str | None) -> None:
+        self.unit = unit
+
+    def add(self, now: float, tokens: Sequence[int]) -> None:
+        self.times.append(now)
+        self.tokens += tokens
+
+
+@dataclass(frozen=True)
+class Here:
+    """Streams that this process reads."""
+
+    streams: list[OwnStream]
+    tasks: list[asyncio.Task[None]]
+
+    def one_has_ended(self) -> bool:
+        ended = [task for task in self.tasks if task.done()]
+        for task in ended:
+            task.result()
+        return bool(ended)
+
+
+@asynccontextmanager
+async def here(client: Client, prompts: Sequence[Prompt], tokens: int) -> AsyncIterator[Running]:
+    streams = [OwnStream() for _ in prompts]
+    both = zip(prompts, streams, strict=True)
+    tasks = [asyncio.create_task(client.follow(prompt, tokens, stream)) for prompt, stream in both]
+    try:
+        yield Here(streams, tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def as_client(node: Node) -> Client:
     return cast(Client, node)
 
@@ -145,6 +195,7 @@ async def case(node: Node, sizes: Sizes = SIZES) -> dict[str, Any]:
         sizes=sizes,
         requests=requests,
         prompt_tokens=tokens,
+        following=here,
     )
 
 
@@ -214,7 +265,7 @@ async def test_a_stream_that_fails_fails_the_measure_and_leaves_no_other() -> No
 async def test_bystanders_are_the_streams_of_engines_that_stay_alone() -> None:
     node = Node(engines=4)
     sizes = msgspec.structs.replace(SIZES, carry_cases=((8, 16),))
-    found = await bystanders(as_client(node), system=system(4), sizes=sizes)
+    found = await bystanders(as_client(node), system=system(4), sizes=sizes, following=here)
     carries = [body["units"] for body in node.bodies if body["preempt"] == "carry"]
     assert carries == [[[0, 1], [2], [3]], [[0], [1], [2], [3]]] * 3
     for direction in ("bind", "release"):
@@ -224,7 +275,7 @@ async def test_bystanders_are_the_streams_of_engines_that_stay_alone() -> None:
 
 async def test_a_prefix_is_asked_for_where_it_was_carried_then_repeated_then_a_new_one() -> None:
     node = Node()
-    found = await prefix_hits(as_client(node), system=system(2), sizes=SIZES)
+    found = await prefix_hits(as_client(node), system=system(2), sizes=SIZES, following=here)
     # The node's answers take 1 s, 2 s and so on.
     assert found == {"prompt_tokens": 16, "carried": 2.5, "repeated": 3.5, "new": 4.5}
     assert all(together for together, _ in node.asked)
