@@ -128,6 +128,7 @@ def of_direction(
         gaps += [longest_gap_of(streams, switch) for switch in some]
         before += [step_before(streams, switch, steps) for switch in some]
         longest += [longest_before(streams, switch, steps) for switch in some]
+    beyond = [gap - step for gap, step in zip(gaps, before, strict=True)]
     switches = [switch for some, _ in lots for switch in some]
     recomputed: Counter[str] = Counter()
     for switch in switches:
@@ -136,7 +137,8 @@ def of_direction(
         "switches": len(switches),
         "gap": spread(gaps),
         "step": statistics.median(before) if before else None,
-        "beyond_step": spread([gap - step for gap, step in zip(gaps, before, strict=True)]),
+        "beyond_step": spread(beyond),
+        "beyond_steps": beyond,
         "without": spread([gap - step for gap, step in zip(longest, before, strict=True)]),
         "duration": spread([switch.duration for switch in switches]),
         "carry": spread([switch.carry_seconds for switch in switches]),
