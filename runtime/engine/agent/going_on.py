@@ -37,7 +37,9 @@ class GoingOn:
         """
         if self._begun is not None:
             core, before = self._begun
-            if not core.in_flight or self._stepping.ended(core.unit) > before:
+            has_stepped = not core.in_flight or self._stepping.ended(core.unit) > before
+            # If a member has died, the group's step never ends, and the group is released.
+            if has_stepped or core not in self._binding.serving:
                 self._begun = None
         beginning = self._binding.beginning
         if beginning is not None and not expects(beginning.core):

@@ -124,6 +124,20 @@ def test_python_collects_nothing_from_the_turn_on_in_which_requests_get_their_bl
     assert then == [[False]]
 
 
+def test_python_collects_again_when_the_group_of_a_dead_member_never_ends_its_step() -> None:
+    bench, time = started(step_seconds=STEP), Time()
+    bench.agent._garbage = time.garbage
+    expect(bench, "r", unit=GROUP)
+    bench.bind()
+    take_in(bench, carried("r"), unit=GROUP)
+    bench.turn(3)
+    assert bench.backend.groups[GROUP].in_flight
+    assert time.automatic == [False]
+    bench.tell(m.Release(5, GROUP, m.Treatment.HARD))
+    assert bench.backend.groups[GROUP].in_flight
+    assert time.automatic == [False, True]
+
+
 def test_python_collects_nothing_while_a_source_takes_its_last_step() -> None:
     bench, time = started(step_seconds=STEP), Time()
     bench.agent._garbage = time.garbage
