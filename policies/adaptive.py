@@ -22,8 +22,9 @@ brought nothing. It returns to its true value within seconds.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
+from shoal.policies.adaptive_memory import Memory
 from shoal.policies.first_layout import first_layout
 from shoal.policies.flow import NEAR_SECONDS
 from shoal.policies.flying import FLYING
@@ -44,15 +45,20 @@ from shoal.policies.hindsight import (
     terms_of,
 )
 from shoal.policies.lane import LINGER_SECONDS, lane_of
-from shoal.policies.second_chance import Chances
 from shoal.policies.static import (
     Preference,
     dispatch_least_loaded,
     place_group,
     with_singles,
 )
-from shoal.policies.surges import Surges
-from shoal.policies.switch_price import Account, fine_of, noise_of, price_of, verdicts_of
+from shoal.policies.switch_price import (
+    FINE_SECONDS,
+    Account,
+    fine_of,
+    noise_of,
+    price_of,
+    verdicts_of,
+)
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
@@ -90,56 +96,6 @@ SHARE_SECONDS = 10.0
 """Time constant of the smoothed share of urgent requests."""
 LEAST_SHARE = 0.02
 """Least share of urgent requests that is assumed while there are any."""
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What the policy remembers from one plan to the next."""
-
-    at: float
-    """When the layout was last judged."""
-    saved: tuple[tuple[Partition, float], ...] = ()
-    """What each candidate would have saved so far if it had been the layout."""
-    doubt: float = 1.0
-    """Factor of the price of the next switch; 1 if there was no change of mind for long."""
-    wider: bool | None = None
-    """Whether the last switch went to fewer and wider units; None: there was none."""
-    urgent: float = 0.0
-    """Smoothed share of the requests that are urgent."""
-    arrived: tuple[PoolRequest, ...] = ()
-    """Requests that no shadow has got yet."""
-    placed: tuple[tuple[str, int], ...] = ()
-    ended: tuple[tuple[str, int], ...] = ()
-    """What no shadow knows yet of requests: what was cached of them, and how long they were."""
-    shadows: Hindsight | None = None
-    looked: float = -math.inf
-    """When a switch was last looked at that seemed to pay."""
-    foreseen: tuple[tuple[Partition, float], ...] = ()
-    """What the latest look said that a switch to each of these would bring."""
-    agreed: Partition | None = None
-    """To which partition a switch seemed to pay then. To a wider one it must do so twice, because
-    that is never urgent."""
-    chances: Chances = field(default_factory=Chances)
-    """When the node last had each layout."""
-    terms: TermsOf | None = None
-    """What the units of shadows can do, by the cost model of ``terms_at``."""
-    terms_at: float = 0.0
-    age: float = 0.0
-    """For how many seconds the node was watched."""
-    requests: float = 0.0
-    """Requests on the node, smoothed over ``USUAL_SECONDS``, or over ``age`` while this is less."""
-    squares: float = 0.0
-    """The squares of their numbers, smoothed alike."""
-    surges: Surges = field(default_factory=Surges)
-    """The present surge of requests, and what is known of earlier ones."""
-    behind: tuple[tuple[Partition, float], ...] = ()
-    """By how many seconds of requests the node was slower than each partition would have been, up
-    to when that one's shadow last began anew."""
-
-    @property
-    def usual(self) -> float:
-        """As many requests as one usually finds: between bursts this is about a burst's."""
-        return self.squares / self.requests if self.requests else 0.0
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -227,9 +183,10 @@ def _by_hindsight(
     lasting = memory.surges.lasting(snapshot.now)
     surge = {c for c in gains if len(c) > len(here)} if lasting else set[Partition]()
     gains |= {c: max(0.0, gains[c]) for c in surge}
+    vain = min(memory.excursions.cost(here, regrets[here]), FINE_SECONDS * memory.usual)
+    fines = {c: fine_of(regrets, c, now) + (0.0 if c in surge else vain) for c in gains}
     accounts = {
-        c: Account(saving, prices[c], fine_of(regrets, c, now), forecast.has_room(c))
-        for c, saving in gains.items()
+        c: Account(saving, prices[c], fines[c], forecast.has_room(c)) for c, saving in gains.items()
     }
     near = [c for c, one in accounts.items() if one.is_near or (one.has_room and c in surge)]
     pause = memory.surges.pause(snapshot.now) if lasting else LOOK_SECONDS
@@ -254,7 +211,9 @@ def _by_hindsight(
     back = memory.wider is not None and memory.wider != wider
     chances = memory.chances.after_switch(snapshot.since_switch, back=back)
     lost = tuple((c, regret + loss) for c, regret in regrets.items())
+    excursions = memory.excursions.leaving(here, regrets[here])
     memory = replace(memory, behind=lost, wider=wider, agreed=None, chances=chances)
+    memory = replace(memory, excursions=excursions)
     return Plan(dispatches, best, "carry", _reason(snapshot, best), memory, verdicts=verdicts)
 
 
@@ -299,6 +258,7 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
         requests=kept * memory.requests + (1 - kept) * snapshot.requests,
         squares=kept * memory.squares + (1 - kept) * snapshot.requests**2,
         behind=tuple((p, regretted * (seconds - brings)) for p, seconds in memory.behind),
+        excursions=memory.excursions.aged(regretted),
     )
 
 

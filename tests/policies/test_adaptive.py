@@ -14,6 +14,7 @@ from shoal.policies.adaptive import (
     WATCH_SECONDS,
     Memory,
 )
+from shoal.policies.excursions import Excursions
 from shoal.policies.flying import FLYING
 from shoal.policies.lane import LINGER_SECONDS
 from shoal.policies.surges import Surges
@@ -301,6 +302,23 @@ def test_a_dear_past_does_not_hold_a_layout_that_is_clearly_the_worse_one(
     quiet = replace(node(DP, {0: 1}, rate=2.0), prompt_tokens=100.0, output_tokens=60.0)
     dear = Memory(-WATCH_SECONDS, age=600.0, behind=tuple(dict.fromkeys(worse, 1e6).items()))
     assert WATCH_SECONDS * reviews(replace(quiet, memory=dear), 60.0) < 8.0
+
+
+def test_a_layout_to_which_the_node_came_back_too_late_is_not_left_for_a_short_time() -> None:
+    """Bursts of 60 requests come here, and the last one found the node in wider units."""
+    quiet = replace(node(DP, {0: 1}, rate=2.0), prompt_tokens=100.0, output_tokens=60.0)
+    usual = Memory(-WATCH_SECONDS, age=600.0, requests=1.0, squares=60.0)
+
+    def after(lost: float, excursions: Excursions) -> float:
+        memory = replace(usual, behind=((DP, lost),), excursions=excursions)
+        return WATCH_SECONDS * reviews(replace(quiet, memory=memory), 100.0)
+
+    left = Excursions().leaving(DP, 0.0)
+    assert after(30.0, left) > after(4.0, left) > after(0.0, left)
+    assert after(-10.0, left) == after(0.0, left), "it has paid to leave"
+    for lost in (4.0, 30.0, 1e6):
+        assert after(lost, left) > after(lost, Excursions()), "it was never left"
+    assert after(1e6, left) == after(100.0, left), "half a second of each request of a burst"
 
 
 def test_the_policy_says_what_it_thinks_of_layouts_that_the_node_does_not_have() -> None:

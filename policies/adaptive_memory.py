@@ -1,0 +1,62 @@
+"""What ``adaptive`` remembers from one plan to the next."""
+
+import math
+from dataclasses import dataclass, field
+
+from shoal.policies.excursions import Excursions
+from shoal.policies.hindsight import Hindsight, TermsOf
+from shoal.policies.second_chance import Chances
+from shoal.policies.surges import Surges
+from shoal.policies.values.partition import Partition
+from shoal.policies.values.snapshot import PoolRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the policy remembers from one plan to the next."""
+
+    at: float
+    """When the layout was last judged."""
+    saved: tuple[tuple[Partition, float], ...] = ()
+    """What each candidate would have saved so far if it had been the layout."""
+    doubt: float = 1.0
+    """Factor of the price of the next switch; 1 if there was no change of mind for long."""
+    wider: bool | None = None
+    """Whether the last switch went to fewer and wider units; None: there was none."""
+    urgent: float = 0.0
+    """Smoothed share of the requests that are urgent."""
+    arrived: tuple[PoolRequest, ...] = ()
+    """Requests that no shadow has got yet."""
+    placed: tuple[tuple[str, int], ...] = ()
+    ended: tuple[tuple[str, int], ...] = ()
+    """What no shadow knows yet of requests: what was cached of them, and how long they were."""
+    shadows: Hindsight | None = None
+    looked: float = -math.inf
+    """When a switch was last looked at that seemed to pay."""
+    foreseen: tuple[tuple[Partition, float], ...] = ()
+    """What the latest look said that a switch to each of these would bring."""
+    agreed: Partition | None = None
+    """To which partition a switch seemed to pay then. To a wider one it must do so twice, because
+    that is never urgent."""
+    chances: Chances = field(default_factory=Chances)
+    """When the node last had each layout."""
+    terms: TermsOf | None = None
+    """What the units of shadows can do, by the cost model of ``terms_at``."""
+    terms_at: float = 0.0
+    age: float = 0.0
+    """For how many seconds the node was watched."""
+    requests: float = 0.0
+    """Requests on the node, smoothed over ``USUAL_SECONDS``, or over ``age`` while this is less."""
+    squares: float = 0.0
+    """The squares of their numbers, smoothed alike."""
+    surges: Surges = field(default_factory=Surges)
+    """The present surge of requests, and what is known of earlier ones."""
+    behind: tuple[tuple[Partition, float], ...] = ()
+    """By how many seconds of requests the node was slower than each partition would have been, up
+    to when that one's shadow last began anew."""
+    excursions: Excursions = field(default_factory=Excursions)
+
+    @property
+    def usual(self) -> float:
+        """As many requests as one usually finds: between bursts this is about a burst's."""
+        return self.squares / self.requests if self.requests else 0.0
