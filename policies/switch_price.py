@@ -28,6 +28,12 @@ VAIN_SECONDS = 2.0
 """The same for what switches have cost in vain: that says more of the next switch."""
 MOST_AHEAD = 0.75
 """Share of the price that may be paid by what is foreseen."""
+PAST_SHARE = 0.25
+"""Share of what a candidate has saved beyond its price that counts even if the look ahead says that
+a switch would lose time now."""
+CROWD_SHARE = 0.5
+"""It counts while there are so many of the usual requests. What was saved in a crowd that has gone
+says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,8 @@ class Account:
     fine: float
     has_room: bool
     """Whether the requests that a switch moves can take their KV along."""
+    goes_on: bool = False
+    """Whether the requests are there in which it has saved that."""
 
     @property
     def lead(self) -> float:
@@ -52,8 +60,9 @@ class Account:
 
     @property
     def unpaid(self) -> float:
-        """What it has still to save."""
-        return max(0.0, self.price - self.lead)
+        """What the look ahead must bring; less than 0: what the past says against it."""
+        left = self.price - self.lead
+        return left if left > 0.0 else PAST_SHARE * left if self.goes_on else 0.0
 
 
 def price_of(noise: float, loss: float) -> float:

@@ -84,8 +84,10 @@ def test_what_is_foreseen_pays_a_part_of_the_price(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_nothing_pays_that_is_foreseen_to_lose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
+def test_nothing_pays_that_is_foreseen_to_lose_more_than_it_has_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e9)
     assert wanted(CROWD, 20.0) == TP
 
 
@@ -302,6 +304,21 @@ def test_a_dear_past_does_not_hold_a_layout_that_is_clearly_the_worse_one(
     quiet = replace(node(DP, {0: 1}, rate=2.0), prompt_tokens=100.0, output_tokens=60.0)
     dear = Memory(-WATCH_SECONDS, age=600.0, behind=tuple(dict.fromkeys(worse, 1e6).items()))
     assert WATCH_SECONDS * reviews(replace(quiet, memory=dear), 60.0) < 8.0
+
+
+def test_a_look_ahead_does_not_hold_what_has_long_paid_while_the_same_crowd_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The look ahead says that each switch would lose five seconds of requests."""
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -5.0)
+    load = chats(node(TP, {0: 30}, rate=10.0))
+
+    def after(usual: float) -> int:
+        memory = Memory(-WATCH_SECONDS, age=600.0, requests=usual, squares=usual**2)
+        return reviews(replace(load, memory=memory), 60.0)
+
+    assert after(240.0) < 300, "as many as are there"
+    assert after(2400.0) == 600, "the others have gone"
 
 
 def test_a_layout_to_which_the_node_came_back_too_late_is_not_left_for_a_short_time() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.policies.switch_price import Account, fine_of, noise_of
+from shoal.policies.switch_price import PAST_SHARE, Account, fine_of, noise_of
 from tests.policies.nodes import DP, FOURS, TP
 
 
@@ -47,6 +47,12 @@ def test_what_is_foreseen_pays_at_most_three_quarters(
     assert not Account(saved, 4.0, fine, has_room=False).is_near
 
 
-def test_what_is_unpaid_is_never_negative() -> None:
+def test_what_was_saved_in_a_crowd_that_has_gone_pays_the_price_and_no_more() -> None:
     assert Account(1.0, 4.0, 0.5, has_room=True).unpaid == pytest.approx(3.5)
     assert Account(9.0, 4.0, 0.5, has_room=True).unpaid == 0.0
+
+
+def test_what_is_saved_beyond_the_price_counts_in_part_while_the_crowd_is_there() -> None:
+    assert Account(1.0, 4.0, 0.5, has_room=True, goes_on=True).unpaid == pytest.approx(3.5)
+    saved = Account(14.5, 4.0, 0.5, has_room=True, goes_on=True)
+    assert saved.unpaid == pytest.approx(-10.0 * PAST_SHARE)
