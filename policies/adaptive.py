@@ -52,11 +52,11 @@ from shoal.policies.static import (
     with_singles,
 )
 from shoal.policies.switch_price import (
-    CROWD_SHARE,
     FINE_SECONDS,
     Account,
     fine_of,
     noise_of,
+    past_of,
     price_of,
     verdicts_of,
 )
@@ -186,9 +186,9 @@ def _by_hindsight(
     gains |= {c: max(0.0, gains[c]) for c in surge}
     vain = min(memory.excursions.cost(here, regrets[here]), FINE_SECONDS * memory.usual)
     fines = {c: fine_of(regrets, c, now) + (0.0 if c in surge else vain) for c in gains}
-    goes_on = now >= CROWD_SHARE * memory.usual
+    past = past_of(memory.usual, now)
     accounts = {
-        c: Account(saving, prices[c], fines[c], forecast.has_room(c), goes_on)
+        c: Account(saving, prices[c], fines[c], forecast.has_room(c), past)
         for c, saving in gains.items()
     }
     near = [c for c, one in accounts.items() if one.is_near or (one.has_room and c in surge)]

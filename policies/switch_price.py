@@ -31,6 +31,8 @@ MOST_AHEAD = 0.75
 PAST_SHARE = 0.25
 """Share of what a candidate has saved beyond its price that counts even if the look ahead says that
 a switch would lose time now."""
+PAST_SECONDS = 0.5
+"""It is at most so many seconds of each of the requests that are there."""
 CROWD_SHARE = 0.5
 """It counts while there are so many of the usual requests. What was saved in a crowd that has gone
 says nothing."""
@@ -45,8 +47,8 @@ class Account:
     fine: float
     has_room: bool
     """Whether the requests that a switch moves can take their KV along."""
-    goes_on: bool = False
-    """Whether the requests are there in which it has saved that."""
+    past: float = 0.0
+    """What of it may count against a look ahead (``past_of``)."""
 
     @property
     def lead(self) -> float:
@@ -62,7 +64,7 @@ class Account:
     def unpaid(self) -> float:
         """What the look ahead must bring; less than 0: what the past says against it."""
         left = self.price - self.lead
-        return left if left > 0.0 else PAST_SHARE * left if self.goes_on else 0.0
+        return left if left > 0.0 else -min(self.past, -PAST_SHARE * left)
 
 
 def price_of(noise: float, loss: float) -> float:
@@ -83,6 +85,16 @@ def noise_of(usual: float, here: float) -> float:
         here: as many as were there lately.
     """
     return min(SURE_SECONDS * usual, math.sqrt(usual), NOISE_SECONDS * here)
+
+
+def past_of(usual: float, here: float) -> float:
+    """Return the seconds of requests that the past may hold against a look ahead.
+
+    Args:
+        usual: see ``noise_of``, as the next one.
+        here: as many as were there lately.
+    """
+    return PAST_SECONDS * here if here >= CROWD_SHARE * usual else 0.0
 
 
 def fine_of(regrets: Mapping[Partition, float], candidate: Partition, here: float) -> float:

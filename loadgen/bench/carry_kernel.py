@@ -19,6 +19,7 @@ case is printed there when both members are through with it.
 import argparse
 import ctypes
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -337,7 +338,10 @@ def _member(engine: int, args: argparse.Namespace, directory: str, barrier: Any,
             out.put((engine, name, found))
             barrier.wait()
     if through_host:
-        return
+        # Threads that serve the other member would abort a process that ends as usual.
+        out.close()
+        out.join_thread()
+        os._exit(0)
     with peers.reading():
         ms = _copy_engine_ms(buffer, peers.buffer(1 - engine).address, args.repeats, barrier.wait)
     found = {"ms": ms, "link_bytes": buffer.numel() / 2}
