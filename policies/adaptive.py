@@ -21,7 +21,7 @@ brought nothing. It returns to its true value within seconds.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from shoal.policies.adaptive_memory import Memory
@@ -172,14 +172,9 @@ def _by_hindsight(
     prices = {c: price_of(noise, forecast.loss(c, crowd)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
-    low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
-    if low and any(queue.waiting for queue in seen.current.queues):
-        seen = raised(seen, low)
-        behind |= {c: behind.get(c, 0.0) - more for c, more in low.items()}
-    elif low:
-        seen = renewed(seen, low, terms)
-        behind |= {c: regrets[c] for c in low}
-    memory = replace(memory, shadows=seen, behind=tuple(behind.items()))
+    memory = _begun_again(memory, terms, prices, gains, regrets)
+    seen = memory.shadows
+    assert seen is not None
     # What was lost before a surge says nothing of it.
     lasting = memory.surges.lasting(snapshot.now)
     surge = {c for c in gains if len(c) > len(here)} if lasting else set[Partition]()
@@ -218,6 +213,26 @@ def _by_hindsight(
     memory = replace(memory, behind=lost, wider=wider, agreed=None, chances=chances)
     memory = replace(memory, excursions=excursions)
     return Plan(dispatches, best, "carry", _reason(snapshot, best), memory, verdicts=verdicts)
+
+
+def _begun_again(
+    memory: Memory,
+    terms: TermsOf,
+    prices: Mapping[Partition, float],
+    gains: Mapping[Partition, float],
+    regrets: Mapping[Partition, float],
+) -> Memory:
+    """Return the memory when accounts of candidates that lost more than the price begin again."""
+    seen, behind = memory.shadows, dict(memory.behind)
+    assert seen is not None
+    low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
+    if low and any(queue.waiting for queue in seen.current.queues):
+        seen = raised(seen, low)
+        behind |= {c: behind.get(c, 0.0) - more for c, more in low.items()}
+    elif low:
+        seen = renewed(seen, low, terms)
+        behind |= {c: regrets[c] for c in low}
+    return replace(memory, shadows=seen, behind=tuple(behind.items()))
 
 
 def _first(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
