@@ -32,10 +32,10 @@ PAST_SHARE = 0.25
 """Share of what a candidate has saved beyond its price that counts even if the look ahead says that
 a switch would lose time now."""
 PAST_SECONDS = 0.5
-"""It is at most so many seconds of each of the requests that are there."""
+"""This share is at most so many seconds of each of the requests that are there."""
 CROWD_SHARE = 0.5
-"""It counts while there are so many of the usual requests. What was saved in a crowd that has gone
-says nothing."""
+"""The past counts so only while this share of the usual requests is there. What was saved in a
+crowd that has gone says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Account:
     has_room: bool
     """Whether the requests that a switch moves can take their KV along."""
     past: float = 0.0
-    """What of it may count against a look ahead (``past_of``)."""
+    """Seconds of what it has saved that count against a look ahead at most (``past_of``)."""
 
     @property
     def lead(self) -> float:
@@ -88,7 +88,7 @@ def noise_of(usual: float, here: float) -> float:
 
 
 def past_of(usual: float, here: float) -> float:
-    """Return the seconds of requests that the past may hold against a look ahead.
+    """Return how many seconds of requests of the past count against a look ahead at most.
 
     Args:
         usual: see ``noise_of``, as the next one.

@@ -47,7 +47,7 @@ class Running(Protocol):
 
 
 Following = Callable[[Client, Sequence[Prompt], int], AbstractAsyncContextManager[Running]]
-"""Streams so many tokens after each prompt. Its end aborts what still runs."""
+"""Streams so many tokens after each prompt. The end of the context aborts what still runs."""
 
 
 class SharedStream:
