@@ -242,6 +242,14 @@ def said_of_later_carries(results: Results) -> list[str]:
     ]
 
 
+def said_of_eight_clients(results: Results) -> list[str]:
+    """Return the same of the carries that eight clients have seen."""
+    found = results["systems"]["shoal"]["measures"]["carry 64x1024"]
+    bind, release = (found[way]["beyond_step"]["p50"] * 1e3 for way in ("bind", "release"))
+    assert found["prefilled_again"] == 0
+    return [f"a bind of 64 requests added {bind:.1f} ms in the median, and a release {release:.1f}"]
+
+
 def said_of_an_idle_switch(results: Results) -> list[str]:
     """Return the same of switches of an idle node."""
     bind = results["systems"]["shoal"]["measures"]["switch-idle"]["bind"]
@@ -257,6 +265,7 @@ DERIVED: tuple[tuple[str, Callable[[Results], list[str]]], ...] = (
     ("1xh200", said_of_one_gpu),
     ("2xh200-i", said_of_a_carry),
     ("2xh200-r", said_of_later_carries),
+    ("2xh200-s", said_of_eight_clients),
     ("2xh200-c", said_of_an_idle_switch),
 )
 """The page that the README names as the source of a sentence, and what the sentence must say."""
