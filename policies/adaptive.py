@@ -172,9 +172,10 @@ def _by_hindsight(
     prices = {c: price_of(noise, forecast.loss(c, crowd)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
-    memory = _begun_again(memory, terms, prices, gains, regrets)
-    seen = memory.shadows
-    assert seen is not None
+    low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
+    if low:
+        seen, changed = _begun_again(seen, terms, low, behind, regrets)
+        memory = replace(memory, shadows=seen, behind=tuple((behind | changed).items()))
     # What was lost before a surge says nothing of it.
     lasting = memory.surges.lasting(snapshot.now)
     surge = {c for c in gains if len(c) > len(here)} if lasting else set[Partition]()
@@ -210,29 +211,30 @@ def _by_hindsight(
     chances = memory.chances.after_switch(snapshot.since_switch, back=back)
     lost = tuple((c, regret + loss) for c, regret in regrets.items())
     excursions = memory.excursions.leaving(here, regrets[here])
-    memory = replace(memory, behind=lost, wider=wider, agreed=None, chances=chances)
-    memory = replace(memory, excursions=excursions)
+    memory = replace(memory, behind=lost, excursions=excursions)
+    memory = replace(memory, wider=wider, agreed=None, chances=chances)
     return Plan(dispatches, best, "carry", _reason(snapshot, best), memory, verdicts=verdicts)
 
 
 def _begun_again(
-    memory: Memory,
+    seen: Hindsight,
     terms: TermsOf,
-    prices: Mapping[Partition, float],
-    gains: Mapping[Partition, float],
+    low: Mapping[Partition, float],
+    behind: Mapping[Partition, float],
     regrets: Mapping[Partition, float],
-) -> Memory:
-    """Return the memory when accounts of candidates that lost more than the price begin again."""
-    seen, behind = memory.shadows, dict(memory.behind)
-    assert seen is not None
-    low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
-    if low and any(queue.waiting for queue in seen.current.queues):
-        seen = raised(seen, low)
-        behind |= {c: behind.get(c, 0.0) - more for c, more in low.items()}
-    elif low:
-        seen = renewed(seen, low, terms)
-        behind |= {c: regrets[c] for c in low}
-    return replace(memory, shadows=seen, behind=tuple(behind.items()))
+) -> tuple[Hindsight, dict[Partition, float]]:
+    """Return the shadows when the accounts of some candidates begin again, and what these change.
+
+    Args:
+        seen: the shadows.
+        terms: what units can do.
+        low: by how much the candidates have lost more than their price.
+        behind: see ``Memory``. What it is for these candidates then is the second value.
+        regrets: by how much the node was slower than each partition would have been, until now.
+    """
+    if any(queue.waiting for queue in seen.current.queues):
+        return raised(seen, low), {c: behind.get(c, 0.0) - more for c, more in low.items()}
+    return renewed(seen, low, terms), {c: regrets[c] for c in low}
 
 
 def _first(snapshot: Snapshot, model: StepPredictor) -> Partition | None:

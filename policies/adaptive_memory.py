@@ -46,7 +46,8 @@ class Memory:
     age: float = 0.0
     """For how many seconds the node was watched."""
     requests: float = 0.0
-    """Requests on the node, smoothed over ``USUAL_SECONDS``, or over ``age`` while this is less."""
+    """Requests on the node, smoothed over ``adaptive.USUAL_SECONDS``, or over ``age`` while this is
+    less."""
     squares: float = 0.0
     """The squares of their numbers, smoothed alike."""
     surges: Surges = field(default_factory=Surges)
@@ -55,6 +56,7 @@ class Memory:
     """By how many seconds of requests the node was slower than each partition would have been, up
     to when that one's shadow last began anew."""
     excursions: Excursions = field(default_factory=Excursions)
+    """What it has cost to leave each partition."""
 
     @property
     def usual(self) -> float:

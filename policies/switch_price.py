@@ -23,7 +23,7 @@ NOISE_SECONDS = 0.5
 """The noise is at most so many seconds of each of the requests that are there."""
 FINE_SECONDS = 0.5
 """What a candidate is behind the best layout counts as at most so many seconds of each of the
-requests that are there."""
+requests that are there, and what excursions have cost as so many of each of the usual ones."""
 VAIN_SECONDS = 2.0
 """The same for what switches have cost in vain: that says more of the next switch."""
 MOST_AHEAD = 0.75

@@ -91,6 +91,15 @@ def test_nothing_pays_that_is_foreseen_to_lose_more_than_it_has_saved(
     assert wanted(CROWD, 20.0) == TP
 
 
+@pytest.mark.slow
+def test_nothing_pays_that_is_foreseen_to_lose_when_a_crowd_has_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
+    gone = Memory(-WATCH_SECONDS, age=600.0, requests=1e4, squares=1e8)
+    assert wanted(replace(CROWD, memory=gone), 20.0) == TP
+
+
 def test_a_loss_that_was_foreseen_once_does_not_count_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,6 +1,5 @@
 """Large answers in pieces: the bytes of vLLM's own, made by threads and not by the event loop."""
 
-import asyncio
 import threading
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -34,6 +33,7 @@ from shoal.server.gate.logprob_answers import (
     encode_off_loop,
     hand_over_response,
 )
+from tests.turns import counted_turns
 
 WIDTH = 5
 MANY = LARGE_VALUES // WIDTH
@@ -258,20 +258,9 @@ async def test_a_large_answer_is_made_in_small_pieces_by_no_event_loop(serving: 
 
 
 async def test_the_loop_has_a_turn_between_two_pieces(serving: Any) -> None:
-    turns, running = 0, True
-
-    async def others() -> None:
-        nonlocal turns
-        while running:
-            turns += 1
-            await asyncio.sleep(0)
-
-    task = asyncio.create_task(others())
-    async with Served(serving, asked(3 * MANY)).client() as http:
+    async with counted_turns() as turns, Served(serving, asked(3 * MANY)).client() as http:
         await http.post("/x")
-    running = False
-    await task
-    assert turns >= 2 * 3 * LARGE_VALUES // PIECE_VALUES
+    assert turns.count >= 2 * 3 * LARGE_VALUES // PIECE_VALUES
 
 
 async def test_a_stream_and_an_error_are_left_alone(serving: Any) -> None:

@@ -22,6 +22,7 @@ from shoal.runtime.protocol.messages import NodeMetrics, Outcome
 from shoal.runtime.protocol.messages.metrics import EngineGauges
 from shoal.server.operator.metrics_page import SCHEDULER_GAUGES, page
 from tests.server.node import ServedNode, served_node, until
+from tests.turns import counted_turns
 
 MODEL = "shoal-demo"
 ALONE, PAIR = [[0], [1]], [[0, 1]]
@@ -161,18 +162,9 @@ def family(name: str, *labels: str) -> GaugeMetricFamily:
 
 async def test_a_front_end_does_other_things_between_families() -> None:
     families = [family(f"shoal_{n}", "1") for n in range(5)]
-    turns = 0
-
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    task = asyncio.create_task(other())
-    text = await page(iter(families), NodeMetrics(1, [], []))
-    task.cancel()
-    assert turns >= len(families)
+    async with counted_turns() as turns:
+        text = await page(iter(families), NodeMetrics(1, [], []))
+    assert turns.count >= len(families)
     assert text == prometheus_client.generate_latest(Families(families))
 
 
