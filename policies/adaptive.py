@@ -10,7 +10,8 @@ lose so is not done. In a sudden surge of requests the policy looks ahead to nar
 It also remembers for minutes by how much the node was slower than each layout would have been, the
 stops of its switches included. While one layout would have been better, every other one must save
 its distance to that one besides the price. So a layout that is better in quiet moments, and much
-worse in sudden bursts, is not taken up again after each of them.
+worse in sudden bursts, is not taken up again after each of them. Once a crowd has gone for longer
+than most bursts pause, none of this counts any more (``Memory.without_gone_crowd``).
 
 While urgent requests come, they may have a group to themselves (``lane.py``), if an operator says
 so. With promises, or while requests are urgent or too long for a narrow unit, ``forecast.py``
@@ -158,7 +159,7 @@ def _by_hindsight(
     snapshot: Snapshot, model: StepPredictor, memory: Memory, dispatches: tuple[Dispatch, ...]
 ) -> Plan:
     """Return the plan for a node without urgent requests and without promises."""
-    first = _first(snapshot, model) if memory.shadows is None and not memory.age else None
+    first = None if memory.age else _first(snapshot, model)
     if first is not None:
         return Plan(dispatches, first, "carry", "start", replace(memory, at=snapshot.now))
     memory = _watched(snapshot, model, _aged(memory, snapshot))
@@ -238,7 +239,10 @@ def _begun_again(
 
 
 def _first(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
-    """Return the partition with which an idle node begins; None: the present one."""
+    """Return the partition with which an idle node begins; None: the present one.
+
+    A node that a crowd has left begins again.
+    """
     if snapshot.requests or not snapshot.sp_above:
         return None
     layout = first_layout(snapshot, model)
@@ -266,7 +270,7 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
     age = memory.age + elapsed
     kept = math.exp(-elapsed / min(USUAL_SECONDS, age)) if age else 1.0
     regretted = math.exp(-elapsed / REGRET_SECONDS)
-    return replace(
+    memory = replace(
         memory,
         at=snapshot.now,
         age=age,
@@ -280,6 +284,7 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
         behind=tuple((p, regretted * (seconds - brings)) for p, seconds in memory.behind),
         excursions=memory.excursions.aged(regretted),
     )
+    return memory.without_gone_crowd(snapshot.requests, terms)
 
 
 def _followed(

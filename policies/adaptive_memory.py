@@ -1,14 +1,19 @@
 """What ``adaptive`` remembers from one plan to the next."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.policies.excursions import Excursions
-from shoal.policies.hindsight import Hindsight, TermsOf
+from shoal.policies.hindsight import Hindsight, TermsOf, renewed
 from shoal.policies.second_chance import Chances
 from shoal.policies.surges import Surges
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.snapshot import PoolRequest
+
+GONE_SHARE = 0.1
+GONE_SECONDS = 8.0
+"""A crowd has gone if for so long at most this share of the usual requests was there. Bursts that
+pause for longer are left to what the next one shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,8 @@ class Memory:
     less."""
     squares: float = 0.0
     """The squares of their numbers, smoothed alike."""
+    quiet_since: float = math.inf
+    """Since when at most ``GONE_SHARE`` of the usual requests have been there."""
     surges: Surges = field(default_factory=Surges)
     """The present surge of requests, and what is known of earlier ones."""
     behind: tuple[tuple[Partition, float], ...] = ()
@@ -62,3 +69,23 @@ class Memory:
     def usual(self) -> float:
         """As many requests as one usually finds: between bursts this is about a burst's."""
         return self.squares / self.requests if self.requests else 0.0
+
+    def without_gone_crowd(self, requests: int, terms: TermsOf) -> "Memory":
+        """Return the memory without what a crowd has taught, once it has gone.
+
+        What comes next is nothing like that crowd. If it had to make up for what switches have cost
+        then, or was compared with what was usual then, the node would stay for long in a layout
+        that suits nobody. What is known of step times and of surges is kept.
+
+        Args:
+            requests: how many are on the node.
+            terms: what its units can do.
+        """
+        if requests > GONE_SHARE * self.usual:
+            return replace(self, quiet_since=math.inf)
+        since = min(self.quiet_since, self.at)
+        if self.shadows is None or not self.usual or self.at - since < GONE_SECONDS:
+            return replace(self, quiet_since=since)
+        shadows = renewed(self.shadows, dict(self.shadows.trials), terms)
+        forgotten = replace(self, behind=(), excursions=Excursions(), shadows=shadows)
+        return replace(forgotten, age=0.0, requests=0.0, squares=0.0)

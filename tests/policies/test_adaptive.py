@@ -14,6 +14,7 @@ from shoal.policies.adaptive import (
     WATCH_SECONDS,
     Memory,
 )
+from shoal.policies.adaptive_memory import GONE_SECONDS
 from shoal.policies.excursions import Excursions
 from shoal.policies.flying import FLYING
 from shoal.policies.lane import LINGER_SECONDS
@@ -96,7 +97,7 @@ def test_nothing_pays_that_is_foreseen_to_lose_when_a_crowd_has_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
-    gone = Memory(-WATCH_SECONDS, age=600.0, requests=1e4, squares=1e8)
+    gone = Memory(-WATCH_SECONDS, age=600.0, requests=2000.0, squares=4e6)
     assert wanted(replace(CROWD, memory=gone), 20.0) == TP
 
 
@@ -327,7 +328,7 @@ def test_a_look_ahead_does_not_hold_what_has_long_paid_while_the_same_crowd_is_t
         return reviews(replace(load, memory=memory), 60.0)
 
     assert after(240.0) < 300, "as many as are there"
-    assert after(2400.0) == 600, "the others have gone"
+    assert after(1200.0) == 600, "the others have gone"
 
 
 def test_a_layout_to_which_the_node_came_back_too_late_is_not_left_for_a_short_time() -> None:
@@ -345,6 +346,34 @@ def test_a_layout_to_which_the_node_came_back_too_late_is_not_left_for_a_short_t
     for lost in (4.0, 30.0, 1e6):
         assert after(lost, left) > after(lost, Excursions()), "it was never left"
     assert after(1e6, left) == after(100.0, left), "half a second of each request of a burst"
+
+
+@pytest.mark.parametrize(("usual", "forgotten"), [(600.0, True), (60.0, False)])
+def test_what_a_crowd_has_taught_is_forgotten_once_it_has_gone(
+    usual: float, *, forgotten: bool
+) -> None:
+    """Eight requests are left of it. An eighth of sixty is still a crowd."""
+    taught = Memory(-WATCH_SECONDS, age=600.0, requests=1.0, squares=usual, behind=((TP, 30.0),))
+    taught = replace(taught, excursions=Excursions().leaving(DP, 20.0))
+    few = replace(node(DP, {0: 1}, rate=0.5), since_switch=0.0, memory=taught)
+    memories = [plan.memory for plan in asked_for(few, 2 * GONE_SECONDS)]
+    before, after = memories[round(GONE_SECONDS / WATCH_SECONDS) - 2], memories[-1]
+    assert before.excursions.left
+    assert before.behind
+    assert bool(after.excursions.left) == (not forgotten)
+    assert bool(dict(after.behind).get(TP)) == (not forgotten)
+    assert (after.usual < 10.0) == forgotten
+
+
+def test_an_idle_node_begins_again_once_a_crowd_has_gone() -> None:
+    able = replace(node(DP, rate=0.0), sp_above=tuple((one.layout, 512) for one in LAYOUTS[1:]))
+    taught = Memory(-WATCH_SECONDS, age=600.0, requests=1.0, squares=60.0)
+    plans = list(asked_for(replace(able, memory=taught), 2 * GONE_SECONDS))
+    assert (plans[-1].target, plans[-1].reason) == (TP, "start")
+    assert WATCH_SECONDS * len(plans) > GONE_SECONDS
+    busy = replace(able, units=node(DP, {0: 1}).units, since_switch=0.0)
+    crowd = replace(taught, squares=600.0)
+    assert wanted(replace(busy, memory=crowd), 2 * GONE_SECONDS) == DP, "somebody would wait"
 
 
 def test_the_policy_says_what_it_thinks_of_layouts_that_the_node_does_not_have() -> None:
