@@ -1,6 +1,7 @@
 """Memory of the host that two engines' processes have mapped, and that their GPUs can reach."""
 
 import ctypes
+import weakref
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -129,16 +130,22 @@ class Region:
     """
 
     def __init__(self, buffer: HeldBuffer, slot_bytes: int, pins: Pins) -> None:
-        self._buffer, self._pins = buffer, pins
         pins.pin(buffer.bytes)
         self.slots = [_slot(part) for part in buffer.bytes.split(TABLE_BYTES + slot_bytes)]
+        # If nobody closes it, its memory is unmapped all the same. The device must not take that
+        # for pinned still: at the same address nothing else could be pinned (CUDA error 712).
+        self._let_go = weakref.finalize(self, _let_go, buffer, pins)
+        self._let_go.atexit = False
 
     def close(self) -> None:
         """Unmap it; later calls do nothing. No copy may go on here."""
-        if self.slots:
-            self.slots = []
-            self._pins.unpin(self._buffer.bytes)
-            self._buffer.close()
+        self.slots = []
+        self._let_go()
+
+
+def _let_go(buffer: HeldBuffer, pins: Pins) -> None:
+    pins.unpin(buffer.bytes)
+    buffer.close()
 
 
 def _slot(part: torch.Tensor) -> Slot:

@@ -9,7 +9,7 @@ import torch
 from vllm.distributed.device_communicators import cuda_wrapper
 
 from shoal.runtime.engine.groups.peer_memory import NotSharedError
-from shoal.runtime.engine.kv.kv_memory import HeldBuffer
+from shoal.runtime.engine.kv.kv_memory import HeldBuffer, HostMemory
 from shoal.runtime.engine.kv.staging_memory import (
     SLOTS,
     TABLE_BYTES,
@@ -74,6 +74,17 @@ def test_a_region_is_registered_and_unregistered_once(library: Library) -> None:
     assert library.calls == ["register"]
     found.close()
     found.close()
+    assert library.calls == ["register", "unregister"]
+
+
+def test_a_region_that_nobody_has_closed_is_unregistered_before_it_is_unmapped(
+    library: Library,
+) -> None:
+    """Else CUDA takes the next mapping at its address for the old one, and refuses it."""
+    memory = HostMemory("shoal-test")
+    pins = DevicePins(torch.device("cuda", 0))
+    found = Region(HeldBuffer(memory.allocate(region_bytes(4096))), 4096, pins)
+    del found
     assert library.calls == ["register", "unregister"]
 
 
