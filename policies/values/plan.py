@@ -22,7 +22,7 @@ unit. ``hard``: pause them, with their KV in place, until their unit is back."""
 
 SwitchReason = Literal["", "load", "quiet", "urgent", "long", "slo", "start"]
 """Why a policy wants another partition, for the log and the metrics: high or low load, an urgent or
-a long request, a promise at risk, or the policy's first layout."""
+a long request, a promise at risk, or the layout with which an idle node begins."""
 
 
 ShareReason = Literal["", "kv", "steps"]
