@@ -10,7 +10,7 @@ import pytest
 
 from shoal.loadgen.shapes import Lengths, poisson
 from shoal.loadgen.workload import Arrival
-from shoal.policies import switch_price
+from shoal.policies import adaptive_memory, switch_price
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import DP, Layout
 from shoal.policies.values.level import WHOLE, Level
@@ -139,4 +139,7 @@ def test_a_group_that_was_measured_wrongly_gets_another_chance(part: float, seco
 def test_a_past_without_bounds_would_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(switch_price, "NOISE_SECONDS", math.inf)
     monkeypatch.setattr(switch_price, "FINE_SECONDS", math.inf)
-    assert seconds_in_single_engines(node(TRUTHS["group slower"]), 16.0) > LATEST
+    served = node(TRUTHS["group slower"])
+    assert seconds_in_single_engines(served, 16.0) < LATEST, "it is forgotten with the crowd"
+    monkeypatch.setattr(adaptive_memory, "GONE_SECONDS", math.inf)
+    assert seconds_in_single_engines(served, 16.0) > LATEST
