@@ -169,8 +169,7 @@ def _by_hindsight(
     gains, here = saved(seen, terms), snapshot.partition
     now = max(snapshot.requests, snapshot.smoothed_requests)
     noise, forecast = noise_of(memory.usual, now), Forecast(snapshot, model)
-    crowd = min(memory.usual, now)
-    prices = {c: price_of(noise, forecast.loss(c, crowd)) for c in gains}
+    prices = {c: price_of(noise, forecast.loss(c, now)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
     low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
@@ -207,7 +206,7 @@ def _by_hindsight(
     memory = replace(memory, agreed=best if pays else None)
     if not (pays and sure):
         return Plan(dispatches, memory=memory, verdicts=verdicts)
-    loss = forecast.loss(best, crowd)
+    loss = forecast.loss(best, now)
     back = memory.wider is not None and memory.wider != wider
     chances = memory.chances.after_switch(snapshot.since_switch, back=back)
     lost = tuple((c, regret + loss) for c, regret in regrets.items())

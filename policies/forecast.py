@@ -160,13 +160,17 @@ class Forecast:
         longest = max(map(self._step_seconds, here))
         return SWITCH_SECONDS + steps * longest + self._copy_seconds(candidate, moved)
 
-    def loss(self, candidate: Partition, usual: float) -> float:
-        """Return what a switch costs where one usually finds so many requests, in their seconds.
+    def loss(self, candidate: Partition, here: float) -> float:
+        """Return what a switch costs, in seconds of requests.
 
-        It stops the requests, and the caches that it loses must be filled again.
+        It stops them, and those that are there wait until the caches that it loses are filled.
+
+        Args:
+            candidate: to which the node changes.
+            here: as many requests as were there lately.
         """
         stop = self.whole_stop(candidate) * self._snapshot.requests
-        return stop + self.refill() * (1 + usual)
+        return stop + self.refill() * (1 + here)
 
     def refill(self) -> float:
         """Return the seconds in which the node computes again what the caches lose in a switch.

@@ -409,6 +409,7 @@ def test_no_crowd_of_minutes_ago_waits_for_what_caches_lose() -> None:
     assert price(200.0) < price(8.0) + few.requests
     crowd = replace(few, units=tuple(replace(unit, requests=25) for unit in units))
     assert price(200.0, crowd) > 10 * price(200.0), "it does, while it is there"
+    assert price(8.0, crowd) > 10 * price(8.0), "also if it is not usual"
 
 
 def test_with_promises_a_change_of_mind_makes_the_next_switch_dearer_for_a_while() -> None:
