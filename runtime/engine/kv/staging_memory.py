@@ -117,6 +117,37 @@ class Offer(NamedTuple):
     slot_bytes: int
 
 
+class PinnedBuffer(HeldBuffer):
+    """A mapped buffer that this process's device can reach.
+
+    If nobody closes it, it is let go of all the same. Else its memory would be unmapped while the
+    device takes it for pinned, and nothing else could be pinned at its address (CUDA error 712).
+
+    Args:
+        tensor: the buffer.
+        pins: of the device.
+
+    Raises:
+        NotSharedError: the device cannot reach it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, pins: Pins) -> None:
+        super().__init__(tensor)
+        pins.pin(tensor)
+        self._let_go = weakref.finalize(self, _let_go, tensor, pins)
+        self._let_go.atexit = False
+
+    def close(self) -> None:
+        """See ``Mapped.close``; later calls do nothing."""
+        self._let_go()
+        super().close()
+
+
+def _let_go(tensor: torch.Tensor, pins: Pins) -> None:
+    pins.enter()
+    pins.unpin(tensor)
+
+
 class Region:
     """A region that this process has mapped, and its slots.
 
@@ -130,22 +161,13 @@ class Region:
     """
 
     def __init__(self, buffer: HeldBuffer, slot_bytes: int, pins: Pins) -> None:
-        pins.pin(buffer.bytes)
+        self._buffer = PinnedBuffer(buffer.bytes, pins)
         self.slots = [_slot(part) for part in buffer.bytes.split(TABLE_BYTES + slot_bytes)]
-        # If nobody closes it, its memory is unmapped all the same. The device must not take that
-        # for pinned still: at the same address nothing else could be pinned (CUDA error 712).
-        self._let_go = weakref.finalize(self, _let_go, buffer, pins)
-        self._let_go.atexit = False
 
     def close(self) -> None:
         """Unmap it; later calls do nothing. No copy may go on here."""
         self.slots = []
-        self._let_go()
-
-
-def _let_go(buffer: HeldBuffer, pins: Pins) -> None:
-    pins.unpin(buffer.bytes)
-    buffer.close()
+        self._buffer.close()
 
 
 def _slot(part: torch.Tensor) -> Slot:

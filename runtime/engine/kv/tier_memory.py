@@ -16,30 +16,7 @@ import torch
 from shoal.runtime.engine.kv.kv_memory import Handle, HeldBuffer, HostMemory, Mapped
 from shoal.runtime.engine.kv.kv_pages import KvPages
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
-from shoal.runtime.engine.kv.staging_memory import Pins
-
-
-class PinnedBuffer(HeldBuffer):
-    """A mapped buffer that this process's device can reach.
-
-    Args:
-        tensor: the buffer.
-        pins: of the device.
-
-    Raises:
-        NotSharedError: the device cannot reach it.
-    """
-
-    def __init__(self, tensor: torch.Tensor, pins: Pins) -> None:
-        super().__init__(tensor)
-        self._pins = pins
-        pins.pin(tensor)
-
-    def close(self) -> None:
-        """See ``Mapped.close``."""
-        self._pins.enter()
-        self._pins.unpin(self.bytes)
-        super().close()
+from shoal.runtime.engine.kv.staging_memory import PinnedBuffer, Pins
 
 
 class PinnedMemory(HostMemory):

@@ -59,6 +59,7 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     library = Library()
     monkeypatch.setattr(cuda_wrapper, "CudaRTLibrary", lambda: library)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     return library
 
 
