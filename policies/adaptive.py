@@ -56,6 +56,7 @@ from shoal.policies.switch_price import (
     FINE_SECONDS,
     Account,
     fine_of,
+    for_surge,
     noise_of,
     past_of,
     price_of,
@@ -64,7 +65,13 @@ from shoal.policies.switch_price import (
 from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
-from shoal.policies.values.snapshot import NORMAL_PRIORITY, PoolRequest, Snapshot, StepPredictor
+from shoal.policies.values.snapshot import (
+    NORMAL_PRIORITY,
+    OUTPUTS_KEPT,
+    PoolRequest,
+    Snapshot,
+    StepPredictor,
+)
 
 REVIEW_SECONDS = 0.05
 """How often the layout is judged by a forecast."""
@@ -177,8 +184,8 @@ def _by_hindsight(
         seen, changed = _begun_again(seen, terms, low, behind, regrets)
         memory = replace(memory, shadows=seen, behind=tuple((behind | changed).items()))
     # What was lost before a surge says nothing of it.
-    lasting = memory.surges.lasting(snapshot.now)
-    surge = {c for c in gains if len(c) > len(here)} if lasting else set[Partition]()
+    lasting, known = memory.surges.lasting(snapshot.now), len(snapshot.outputs) >= OUTPUTS_KEPT
+    surge = for_surge(here, gains, prices, known) if lasting else set[Partition]()
     gains |= {c: max(0.0, gains[c]) for c in surge}
     vain = min(memory.excursions.cost(here, regrets[here]), FINE_SECONDS * memory.usual)
     fines = {c: fine_of(regrets, c, now) + (0.0 if c in surge else vain) for c in gains}

@@ -28,10 +28,12 @@ from shoal.policies.values.snapshot import (
     StepPredictor,
 )
 
-HORIZONS = (1.25, 2.5, 5.0, 10.0)
+HORIZONS = (1.25, 2.5)
 """``foreseen`` looks so many seconds ahead, and takes the time after which a switch has paid best.
-"""
-AGAIN_SECONDS = HORIZONS[-1]
+What comes later can be judged later."""
+SURGE_HORIZONS = (*HORIZONS, 5.0, 10.0)
+"""The same in a surge, of which ``surges.py`` says how long it may last."""
+AGAIN_SECONDS = SURGE_HORIZONS[-1]
 """It lets the requests of so many seconds come again."""
 CLUMP_SECONDS = 0.25
 """Requests within such a time are a clump, as far as they are more than come evenly."""
@@ -270,8 +272,8 @@ class Future(NamedTuple):
 
 
 FUTURES = (Future(), Future(backwards=False))
-"""What is happening goes on, or what has happened comes again. Nobody knows which: a burst of a
-second ago may last, and a clump of requests is over when it has come."""
+"""What is happening goes on, or it is as it was ``AGAIN_SECONDS`` ago. Nobody knows which: a burst
+may last, and a clump of requests is over when it has come."""
 Staying = dict[Future, tuple[tuple[float, int], ...]]
 """What ``_again`` says of the present layout."""
 
@@ -288,10 +290,9 @@ def foreseen(
     """Return the seconds of requests that a switch now will save if the latest requests come again.
 
     A node that fills up, or a burst that has not ended, will have more requests than now, and the
-    layout that was best with few may not be best with many. What has lasted for a second may go on
-    for another one, whatever the second is part of. Or the next seconds are like the last ten were.
-    A switch must pay in both of these futures, and the worse one counts. If the switch pays only
-    for a time, it is taken back after that, for the price of another stop.
+    layout that was best with few may not be best with many. What is happening may go on, or the
+    next seconds are like those of ten seconds ago. A switch must pay in both futures, and the worse
+    one counts. If it pays only for a time, it is taken back after that, for another stop.
 
     Args:
         seen: the shadows.
@@ -315,16 +316,16 @@ def foreseen(
     waiting = [job if job.came == -inf else caches.job(job) for job in here.waiting]
     there = fork((unit.layout for unit in to), here._replace(waiting=waiting), begin, terms)
     so_far = until.spent(begin)
+    horizons = SURGE_HORIZONS if lasting else HORIZONS
 
     def worth(future: Future) -> float:
         if future not in known:
-            known[future] = tuple(_again(seen, seen.current.copy(), terms, future))
-        goes = _again(seen, there.copy(), terms, future, replace(caches))
+            known[future] = tuple(_again(seen, seen.current.copy(), terms, future, horizons))
+        goes = _again(seen, there.copy(), terms, future, horizons, replace(caches))
+        pairs = zip(horizons, known[future], goes, strict=True)
         return max(
-            without - so_far - spent - (stop * back if horizon < HORIZONS[-1] else 0.0)
-            for horizon, (without, _), (spent, back) in zip(
-                HORIZONS, known[future], goes, strict=True
-            )
+            without - so_far - spent - (stop * back if horizon < AGAIN_SECONDS else 0.0)
+            for horizon, (without, _), (spent, back) in pairs
         )
 
     if lasting:
@@ -337,15 +338,16 @@ def _again(
     shadow: Shadow,
     terms: TermsOf,
     future: Future,
+    horizons: Iterable[float],
     caches: EmptyCaches | None = None,
 ) -> Iterator[tuple[float, int]]:
     """Yield the seconds that requests will have spent on all units, and how many are there.
 
-    This is yielded for each of ``HORIZONS``, as if no other request came after it.
+    This is yielded for each of ``horizons``, as if no other request came after it.
     """
     coming = _mirrored(seen, future.length) if future.backwards else _repeated(seen)
     at, job = next(coming, (inf, None))
-    for horizon in HORIZONS:
+    for horizon in horizons:
         while job is not None and at < seen.at + horizon:
             shadow.advance(at, terms)
             comes = Job(at, job.new, job.prompt, job.output)

@@ -114,6 +114,27 @@ def fine_of(regrets: Mapping[Partition, float], candidate: Partition, here: floa
     return min(lost, VAIN_SECONDS * here) + min(distance, FINE_SECONDS * here)
 
 
+def for_surge(
+    here: Partition,
+    gains: Mapping[Partition, float],
+    prices: Mapping[Partition, float],
+    known: bool,
+) -> set[Partition]:
+    """Return the narrower partitions to which a surge lets the policy look ahead at once.
+
+    While few outputs have ended, how long those of the surge will be is a guess, and so is what a
+    switch would bring. Then a partition must have saved a part of its price, as without a surge.
+
+    Args:
+        here: the present partition.
+        gains: what each candidate has saved.
+        prices: what it must save.
+        known: whether enough outputs have ended.
+    """
+    narrower = (c for c in gains if len(c) > len(here))
+    return {c for c in narrower if known or gains[c] >= (1 - MOST_AHEAD) * prices[c]}
+
+
 def verdicts_of(
     accounts: Mapping[Partition, Account], foreseen: Iterable[tuple[Partition, float]]
 ) -> tuple[Verdict, ...]:

@@ -22,7 +22,7 @@ from shoal.policies.surges import Surges
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan
-from shoal.policies.values.snapshot import LayoutState, Snapshot, Target
+from shoal.policies.values.snapshot import OUTPUTS_KEPT, LayoutState, Snapshot, Target
 from tests.policies.nodes import DP, FOURS, LAYOUTS, PAIRS, TP, node
 from tests.policies.snapshots import request
 from tests.units import tp
@@ -73,6 +73,8 @@ def widths(partition: Partition) -> list[int]:
 
 
 GROWS = replace(chats(node(TP, {0: 30}, rate=10.0)), memory=Memory(-WATCH_SECONDS, age=60.0))
+KNOWN = replace(GROWS, outputs=(round(GROWS.output_tokens),) * OUTPUTS_KEPT)
+"""The same node, which knows how long outputs are."""
 
 
 @pytest.mark.slow
@@ -133,11 +135,12 @@ def test_a_switch_to_wider_units_must_be_foreseen_to_pay_twice(
 
 
 def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not a load that only wobbles, and not to wider units."""
+    """But not a load that only wobbles, not to wider units, and not for outputs of any length."""
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
-    wobbles = reviews(GROWS, 60.0)
+    wobbles = reviews(KNOWN, 60.0)
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
-    assert reviews(GROWS, 60.0) == 1 < wobbles
+    assert reviews(KNOWN, 60.0) == 1 < wobbles
+    assert reviews(GROWS, 60.0) > 1
     quiet = replace(chats(node(FOURS, {0: 1}, rate=2.0)), memory=Memory(-WATCH_SECONDS, age=60.0))
     monkeypatch.setattr(adaptive, "_candidates", lambda *_: iter((FOURS, TP)))
     assert reviews(quiet, 80.0) > 1
@@ -159,19 +162,19 @@ def test_a_surge_is_left_for_what_brings_more_than_noise(monkeypatch: pytest.Mon
     """The looks of a surge are many, and the best of them says too much."""
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e9)
-    first = next(asked_for(GROWS, 1.0))
+    first = next(asked_for(KNOWN, 1.0))
     cheapest = min(verdict.price for verdict in first.verdicts)
     assert cheapest > 10
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: cheapest - 3)
-    assert next(asked_for(GROWS, 1.0)).target is None
+    assert next(asked_for(KNOWN, 1.0)).target is None
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: cheapest + 3)
-    assert next(asked_for(GROWS, 1.0)).target is not None
+    assert next(asked_for(KNOWN, 1.0)).target is not None
 
 
 def test_a_surge_that_is_foreseen_to_lose_is_stayed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
-    assert reviews(GROWS, 5.0) == round(5.0 / WATCH_SECONDS)
+    assert reviews(KNOWN, 5.0) == round(5.0 / WATCH_SECONDS)
 
 
 def test_an_idle_node_with_sp_begins_in_the_layout_whose_worst_case_is_best() -> None:

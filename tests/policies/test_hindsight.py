@@ -9,7 +9,7 @@ import pytest
 from shoal.policies import hindsight
 from shoal.policies.hindsight import (
     AGAIN_SECONDS,
-    HORIZONS,
+    SURGE_HORIZONS,
     EmptyCaches,
     Future,
     Hindsight,
@@ -141,11 +141,31 @@ def test_empty_caches_fill_again() -> None:
     assert EmptyCaches(0.0).job(job) == job
 
 
-def test_a_burst_that_has_just_begun_is_no_average_of_the_last_seconds() -> None:
-    """So the group is left in it, though it would bear the mean rate."""
+def test_a_burst_that_has_just_begun_is_no_average_of_the_last_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If it goes on, it is worth leaving a group that would bear the mean rate.
+
+    But nothing says that it does, so a switch must also pay if the next seconds are like those of
+    ten seconds ago.
+    """
     burst, quiet = rate(100, 0.5), rate(2, 9.5, NOW - 0.5)
-    assert foreseen(seen(*quiet, *burst), SINGLES, 0.02, TERMS) > 0
+    both = seen(*quiet, *burst)
+    assert foreseen(both, SINGLES, 0.02, TERMS) < 0
+    assert foreseen(seen(*rate(100, 10)), SINGLES, 0.02, TERMS) > 0
+    monkeypatch.setattr(hindsight, "FUTURES", (Future(),))
+    assert foreseen(both, SINGLES, 0.02, TERMS) > 0
     assert foreseen(seen(*rate(len(burst + quiet) / 10, 10)), SINGLES, 0.02, TERMS) < 0
+
+
+def test_only_in_a_surge_does_it_look_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes later than that can be judged later."""
+    grows, lasts = after(QUIET, 1.0, 140), ((1.0, 10.0),)
+    near, far = (foreseen(grows, SINGLES, 0.02, TERMS, it) for it in ((), lasts))
+    monkeypatch.setattr(hindsight, "SURGE_HORIZONS", hindsight.HORIZONS)
+    assert foreseen(grows, SINGLES, 0.02, TERMS, lasts) < far
+    monkeypatch.setattr(hindsight, "HORIZONS", SURGE_HORIZONS)
+    assert foreseen(grows, SINGLES, 0.02, TERMS) > near
 
 
 def test_a_clump_is_not_a_burst_for_ever() -> None:
@@ -157,12 +177,10 @@ def test_a_clump_is_not_a_burst_for_ever() -> None:
 
 def test_what_pays_for_a_time_must_pay_for_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A burst that is expected to go on for a second is left again, if stops are short."""
-    here = seen(*rate(6, 9, NOW - 1), *rate(60, 1))
-    monkeypatch.setattr(hindsight, "FUTURES", (Future(),))
-    stops = (0.01, 2.0)
-    back = [foreseen(here, SINGLES, stop, TERMS) for stop in stops]
-    monkeypatch.setattr(hindsight, "HORIZONS", HORIZONS[-1:])
-    stays = [foreseen(here, SINGLES, stop, TERMS) for stop in stops]
+    here, stops = seen(*rate(6, 9, NOW - 1), *rate(60, 1)), (0.01, 2.0)
+    back = [foreseen(here, SINGLES, stop, TERMS, ((1.0, 1.0),)) for stop in stops]
+    monkeypatch.setattr(hindsight, "SURGE_HORIZONS", SURGE_HORIZONS[-1:])
+    stays = [foreseen(here, SINGLES, stop, TERMS, ((1.0, 1.0),)) for stop in stops]
     assert back[0] > stays[0] + 1
     assert back[1] == pytest.approx(stays[1])
 
@@ -206,7 +224,7 @@ def test_what_staying_costs_is_found_out_once_for_all_candidates(
     assert shared == alone_each
     assert stays.keys() == {Future(length) for _, length in UNKNOWN_LENGTHS}
     # It is really used: where staying takes no time, nothing is worth a switch.
-    none = {future: tuple((0.0, 0) for _ in HORIZONS) for future in stays}
+    none = {future: tuple((0.0, 0) for _ in SURGE_HORIZONS) for future in stays}
     assert foreseen(surge, SINGLES, 0.02, TERMS, UNKNOWN_LENGTHS, none) < 0 < shared[0]
     looks = []
     again = hindsight._again
