@@ -184,7 +184,8 @@ def _by_hindsight(
         seen, changed = _begun_again(seen, terms, low, behind, regrets)
         memory = replace(memory, shadows=seen, behind=tuple((behind | changed).items()))
     # What was lost before a surge says nothing of it.
-    lasting, known = memory.surges.lasting(snapshot.now), len(snapshot.outputs) >= OUTPUTS_KEPT
+    lasting = memory.surges.lasting(snapshot.now)
+    known = memory.surges.is_no_clump and len(snapshot.outputs) >= OUTPUTS_KEPT
     surge = for_surge(here, gains, prices, known) if lasting else set[Partition]()
     gains |= {c: max(0.0, gains[c]) for c in surge}
     vain = min(memory.excursions.cost(here, regrets[here]), FINE_SECONDS * memory.usual)

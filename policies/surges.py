@@ -33,6 +33,9 @@ begins, and after it than in it, when it ends. The latter is tested ten times a 
 a moment is seen as an end now and then if less is enough."""
 BEFORE = 10
 """So many requests must have come before it, or nobody knows what is usual."""
+BUSY = 6.4
+"""Requests per second. What comes suddenly when fewer came before is most often a clump, which is
+over soon."""
 PAUSE = 0.1
 """Share of a surge's time until now after which it is worth another look."""
 LONGEST_SECONDS = 10.0
@@ -84,6 +87,11 @@ class Surges:
                 if nats > least:
                     best, least = window, nats
         return best
+
+    @property
+    def is_no_clump(self) -> bool:
+        """Whether requests came all the time before the present one."""
+        return self.usual >= BUSY
 
     def pause(self, now: float) -> float:
         """Return how many seconds to wait between two looks at what it will bring."""

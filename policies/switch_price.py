@@ -122,14 +122,15 @@ def for_surge(
 ) -> set[Partition]:
     """Return the narrower partitions to which a surge lets the policy look ahead at once.
 
-    While few outputs have ended, how long those of the surge will be is a guess, and so is what a
-    switch would bring. Then a partition must have saved a part of its price, as without a surge.
+    While few outputs have ended, how long those of the surge will be is a guess. After near silence
+    it is most often a clump of requests. In both cases what a switch would bring is not known, and
+    a partition must have saved a part of its price, as without a surge.
 
     Args:
         here: the present partition.
         gains: what each candidate has saved.
         prices: what it must save.
-        known: whether enough outputs have ended.
+        known: whether enough outputs have ended, and requests came all the time before the surge.
     """
     narrower = (c for c in gains if len(c) > len(here))
     return {c for c in narrower if known or gains[c] >= (1 - MOST_AHEAD) * prices[c]}

@@ -18,7 +18,7 @@ from shoal.policies.adaptive_memory import GONE_SECONDS
 from shoal.policies.excursions import Excursions
 from shoal.policies.flying import FLYING
 from shoal.policies.lane import LINGER_SECONDS
-from shoal.policies.surges import Surges
+from shoal.policies.surges import BUSY, Surges
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan
@@ -138,7 +138,7 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
     """But not a load that only wobbles, not to wider units, and not for outputs of any length."""
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
     wobbles = reviews(KNOWN, 60.0)
-    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
     assert reviews(KNOWN, 60.0) == 1 < wobbles
     assert reviews(GROWS, 60.0) > 1
     quiet = replace(chats(node(FOURS, {0: 1}, rate=2.0)), memory=Memory(-WATCH_SECONDS, age=60.0))
@@ -146,12 +146,21 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
     assert reviews(quiet, 80.0) > 1
 
 
+@pytest.mark.slow
+def test_a_clump_after_near_silence_must_have_saved_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY / 2))
+    assert reviews(KNOWN, 60.0) > 1
+
+
 def test_a_group_that_nobody_is_in_is_left_when_requests_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody knows what comes next, and the node can leave the group as well when it comes."""
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
-    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
     empty = replace(chats(node(TP, rate=10.0)), memory=GROWS.memory)
     assert empty.requests == 0
     assert wanted(empty) == TP
@@ -160,7 +169,7 @@ def test_a_group_that_nobody_is_in_is_left_when_requests_are_there(
 
 def test_a_surge_is_left_for_what_brings_more_than_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The looks of a surge are many, and the best of them says too much."""
-    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e9)
     first = next(asked_for(KNOWN, 1.0))
     cheapest = min(verdict.price for verdict in first.verdicts)
@@ -172,7 +181,7 @@ def test_a_surge_is_left_for_what_brings_more_than_noise(monkeypatch: pytest.Mon
 
 
 def test_a_surge_that_is_foreseen_to_lose_is_stayed_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0))
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
     assert reviews(KNOWN, 5.0) == round(5.0 / WATCH_SECONDS)
 
