@@ -6,7 +6,7 @@ would have saved beside the current one, and changes to it when that has reached
 switch, as in the ski rental problem. So the regret about a layout that was kept too long is about
 the price. When a part of it has been saved, the policy looks ahead: the latest requests come again,
 with and without the switch (``hindsight.foreseen``). What this saves pays the rest, and what would
-lose so is not done. In a sudden surge of requests the policy looks ahead to narrower units at once.
+lose so is not done. If a busy node has a sudden surge, it looks ahead to narrower units at once.
 It also remembers for minutes by how much the node was slower than each layout would have been, the
 stops of its switches included. While one layout would have been better, every other one must save
 its distance to that one besides the price. So a layout that is better in quiet moments, and much
