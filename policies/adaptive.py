@@ -6,12 +6,12 @@ would have saved beside the current one, and changes to it when that has reached
 switch, as in the ski rental problem. So the regret about a layout that was kept too long is about
 the price. When a part of it has been saved, the policy looks ahead: the latest requests come again,
 with and without the switch (``hindsight.foreseen``). What this saves pays the rest, and what would
-lose so is not done. If a busy node has a sudden surge, it looks ahead to narrower units at once.
-It also remembers for minutes by how much the node was slower than each layout would have been, the
-stops of its switches included. While one layout would have been better, every other one must save
-its distance to that one besides the price. So a layout that is better in quiet moments, and much
-worse in sudden bursts, is not taken up again after each of them. Once a crowd has gone for longer
-than most bursts pause, none of this counts any more (``Memory.without_gone_crowd``).
+lose so is not done. If a busy node has a sudden surge, the policy looks ahead to narrower units at
+once. It also remembers for minutes by how much the node was slower than each layout would have
+been, the stops of its switches included. While one layout would have been better, every other one
+must save its distance to that one besides the price. So a layout that is better in quiet moments,
+and much worse in sudden bursts, is not taken up again after each of them. Once a crowd has gone for
+longer than most bursts pause, none of this counts any more (``Memory.without_gone_crowd``).
 
 While urgent requests come, they may have a group to themselves (``lane.py``), if an operator says
 so. With promises, or while requests are urgent or too long for a narrow unit, ``forecast.py``
