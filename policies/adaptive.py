@@ -185,7 +185,7 @@ def _by_hindsight(
         memory = replace(memory, shadows=seen, behind=tuple((behind | changed).items()))
     # What was lost before a surge says nothing of it.
     lasting = memory.surges.lasting(snapshot.now)
-    known = memory.surges.is_no_clump and len(snapshot.outputs) >= OUTPUTS_KEPT
+    known = memory.surges.follows_traffic and len(snapshot.outputs) >= OUTPUTS_KEPT
     surge = for_surge(here, gains, prices, known) if lasting else set[Partition]()
     gains |= {c: max(0.0, gains[c]) for c in surge}
     vain = min(memory.excursions.cost(here, regrets[here]), FINE_SECONDS * memory.usual)

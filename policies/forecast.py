@@ -163,7 +163,8 @@ class Forecast:
     def loss(self, candidate: Partition, here: float) -> float:
         """Return what a switch costs, in seconds of requests.
 
-        It stops them, and those that are there wait until the caches that it loses are filled.
+        The switch stops the requests. Those that are there then wait until the caches that it has
+        lost are filled.
 
         Args:
             candidate: to which the node changes.

@@ -89,8 +89,8 @@ class Surges:
         return best
 
     @property
-    def is_no_clump(self) -> bool:
-        """Whether requests came all the time before the present one."""
+    def follows_traffic(self) -> bool:
+        """Whether requests also came all the time before the present surge."""
         return self.usual >= BUSY
 
     def pause(self, now: float) -> float:

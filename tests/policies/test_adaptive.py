@@ -135,7 +135,7 @@ def test_a_switch_to_wider_units_must_be_foreseen_to_pay_twice(
 
 
 def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not a load that only wobbles, not to wider units, and not for outputs of any length."""
+    """But not a load that only wobbles, not to wider units, and not if outputs are unknown."""
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
     wobbles = reviews(KNOWN, 60.0)
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
