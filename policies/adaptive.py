@@ -1,31 +1,33 @@
 """The layout in which the requests that really come cost the least time.
 
-While nothing is promised and nobody is urgent, every layout for all engines has a shadow
-(``hindsight.py``): a model of the node which gets the same requests. The policy adds up what each
-would have saved beside the current one, and changes to it when that has reached the price of the
-switch, as in the ski rental problem. So the regret about a layout that was kept too long is about
-the price. When a part of it has been saved, the policy looks ahead: the latest requests come again,
-with and without the switch (``hindsight.foreseen``). What this saves pays the rest, and what would
-lose so is not done. If a busy node has a sudden surge, the policy looks ahead to narrower units at
-once. It also remembers for minutes by how much the node was slower than each layout would have
-been, the stops of its switches included. While one layout would have been better, every other one
-must save its distance to that one besides the price. So a layout that is better in quiet moments,
-and much worse in sudden bursts, is not taken up again after each of them. Once a crowd has gone for
-longer than most bursts pause, none of this counts any more (``Memory.without_gone_crowd``).
+While nothing is promised, every layout for all engines has a shadow (``hindsight.py``): a model of
+the node which gets the same requests. The policy adds up what each would have saved beside the
+current one, and changes to it when that has reached the price of the switch, as in the ski rental
+problem. So the regret about a layout that was kept too long is about the price. When a part of it
+has been saved, the policy looks ahead: the latest requests come again, with and without the switch
+(``hindsight.foreseen``). What this saves pays the rest, and what would lose so is not done. If a
+busy node has a sudden surge, the policy looks ahead to narrower units at once. It also remembers
+for minutes by how much the node was slower than each layout would have been, the stops of its
+switches included. While one layout would have been better, every other one must save its distance
+to that one besides the price. So a layout that is better in quiet moments, and much worse in sudden
+bursts, is not taken up again after each of them. Once a crowd has gone for longer than most bursts
+pause, none of this counts any more (``Memory.without_gone_crowd``).
 
-While urgent requests come, they may have a group to themselves (``lane.py``), if an operator says
-so. With promises, or while requests are urgent or too long for a narrow unit, ``forecast.py``
-predicts for every candidate how long requests will take, or how many promises will be broken; then
-one group beside narrower units is a candidate, too. The price is that of the stop, and doubles
-whenever a switch goes the other way than the last one, because a switch that is soon taken back has
-brought nothing. It returns to its true value within seconds.
+Urgent requests go first in every layout. While such come, they may have a group to themselves
+(``lane.py``), if an operator says so. With such a group or with promises, and for a request that is
+too long for the present units, ``forecast.py`` predicts for every candidate how long requests will
+take, or how many promises will be broken; then one group beside narrower units may be a candidate,
+too. The price is that of the stop, and doubles whenever a switch goes the other way than the last
+one, because a switch that is soon taken back has brought nothing. It returns to its true value
+within seconds.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shoal.policies.adaptive_memory import Memory
+from shoal.policies.candidates import candidates_of, widest, with_lane
 from shoal.policies.first_layout import first_layout
 from shoal.policies.flow import NEAR_SECONDS
 from shoal.policies.flying import FLYING
@@ -46,12 +48,7 @@ from shoal.policies.hindsight import (
     terms_of,
 )
 from shoal.policies.lane import LINGER_SECONDS, lane_of
-from shoal.policies.static import (
-    Preference,
-    dispatch_least_loaded,
-    place_group,
-    with_singles,
-)
+from shoal.policies.static import Preference, dispatch_least_loaded, with_singles
 from shoal.policies.switch_price import (
     FINE_SECONDS,
     Account,
@@ -62,7 +59,7 @@ from shoal.policies.switch_price import (
     price_of,
     verdicts_of,
 )
-from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
+from shoal.policies.values.layouts import Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
 from shoal.policies.values.snapshot import (
@@ -126,16 +123,16 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     )
     if snapshot.switching:
         return Plan(dispatches, memory=replace(_aged(memory, snapshot), at=snapshot.now, saved=()))
-    stuck = max(unit.size for unit in snapshot.partition) < needed
+    stuck = widest(snapshot.partition) < needed
     stuck |= lane is not None and lane not in snapshot.partition
     if snapshot.now - memory.at < REVIEW_SECONDS and not stuck:
         return Plan(dispatches, memory=memory)
-    if not snapshot.targets and not stuck and snapshot.since_urgent > LINGER_SECONDS:
+    if not snapshot.targets and not stuck and lane is None:
         if snapshot.now - memory.at < WATCH_SECONDS and memory.shadows is not None:
             return Plan(dispatches, memory=memory)
-        return _by_hindsight(snapshot, model, memory, dispatches)
+        return _by_hindsight(snapshot, model, memory, dispatches, needed)
     memory = _aged(_set_aside(memory, snapshot.now), snapshot)
-    among = _candidates(snapshot, needed) if lane is None else _with_lane(snapshot, needed, lane)
+    among = candidates_of(snapshot, needed) if lane is None else with_lane(snapshot, needed, lane)
     candidates = [c for c in among if c != snapshot.partition]
     forecast = Forecast(snapshot, model, memory.urgent, lane)
     if stuck:
@@ -163,9 +160,21 @@ def _set_aside(memory: Memory, now: float) -> Memory:
 
 
 def _by_hindsight(
-    snapshot: Snapshot, model: StepPredictor, memory: Memory, dispatches: tuple[Dispatch, ...]
+    snapshot: Snapshot,
+    model: StepPredictor,
+    memory: Memory,
+    dispatches: tuple[Dispatch, ...],
+    needed: int,
 ) -> Plan:
-    """Return the plan for a node without urgent requests and without promises."""
+    """Return the plan for a node without promises and without a group for urgent requests.
+
+    Args:
+        snapshot: the node.
+        model: predicts the times of steps.
+        memory: what the policy remembers.
+        dispatches: the requests that start now.
+        needed: see ``candidates_of``.
+    """
     first = None if memory.age else _first(snapshot, model)
     if first is not None:
         return Plan(dispatches, first, "carry", "start", replace(memory, at=snapshot.now))
@@ -196,6 +205,7 @@ def _by_hindsight(
         for c, saving in gains.items()
     }
     near = [c for c, one in accounts.items() if one.is_near or (one.has_room and c in surge)]
+    near = [c for c in near if widest(c) >= needed]
     pause = memory.surges.pause(snapshot.now) if lasting else LOOK_SECONDS
     early = snapshot.since_switch < LEAST_SECONDS or snapshot.now - memory.looked < pause
     if not snapshot.requests:  # a group that nobody is in can be left when a crowd is there
@@ -260,7 +270,7 @@ def _first(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
 def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory:
     """Return the memory with the shadows as they are now."""
     here, terms = snapshot.partition, memory.terms
-    candidates = [c for c in _candidates(snapshot, 1) if c != here]
+    candidates = [c for c in candidates_of(snapshot, 1) if c != here]
     if terms is None or snapshot.now - memory.terms_at > TERMS_SECONDS:
         every, present = layouts_up_to(snapshot.max_group), [unit.layout for unit in here]
         chances = memory.chances.at(snapshot.now, present, every)
@@ -368,56 +378,12 @@ def _preference(snapshot: Snapshot) -> Preference:
     return prefer
 
 
-def _candidates(snapshot: Snapshot, needed: int) -> Iterator[Partition]:
-    """Yield each layout for all engines, and groups beside narrower units where somebody needs one.
-
-    Args:
-        snapshot: the node.
-        needed: engines of the narrowest unit that holds every request.
-    """
-    layouts = layouts_up_to(snapshot.max_group)
-    seen: set[Partition] = set()
-    urgent = len(snapshot.targets) > 1 or snapshot.since_urgent <= LINGER_SECONDS
-    for wide in layouts:
-        if wide.world_size < needed:
-            continue
-        options = [with_singles(snapshot, units_of(snapshot.engines, wide))]
-        if (urgent or wide.world_size == needed > 1) and 1 < wide.world_size < snapshot.engines:
-            options += _beside(snapshot, wide)
-        for option in options:
-            if option not in seen and max(unit.size for unit in option) >= needed:
-                seen.add(option)
-                yield option
-
-
-def _beside(snapshot: Snapshot, wide: Layout) -> Iterator[Partition]:
-    """Yield the partitions with one such group, by the layout of the other engines."""
-    group = place_group(snapshot, wide)
-    taken = {engine for unit in group for engine in unit.engines}
-    for narrow in layouts_up_to(wide.world_size // 2) if group else ():
-        units = units_of(snapshot.engines, narrow)
-        rest = [unit for unit in units if not taken.intersection(unit.engines)]
-        yield with_singles(snapshot, [*group, *rest])
-
-
 def _lane(snapshot: Snapshot, needed: int) -> Unit | None:
     """Return the group that urgent requests have to themselves, if every request can be held."""
     lane = lane_of(snapshot)
-    if lane is None or not any(_with_lane(snapshot, needed, lane)):
+    if lane is None or not any(with_lane(snapshot, needed, lane)):
         return None
     return lane
-
-
-def _with_lane(snapshot: Snapshot, needed: int, lane: Unit) -> Iterator[Partition]:
-    """Yield the partitions with this group, by the layout of the other engines."""
-    seen: set[Partition] = set()
-    taken = set(lane.engines)
-    for layout in layouts_up_to(snapshot.max_group):
-        units = units_of(snapshot.engines, layout)
-        option = with_singles(snapshot, [lane, *(u for u in units if taken.isdisjoint(u.engines))])
-        if option not in seen and max(unit.size for unit in option) >= needed:
-            seen.add(option)
-            yield option
 
 
 def _reason(snapshot: Snapshot, target: Partition, lane: Unit | None = None) -> SwitchReason:

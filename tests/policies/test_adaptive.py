@@ -17,7 +17,6 @@ from shoal.policies.adaptive import (
 from shoal.policies.adaptive_memory import GONE_SECONDS
 from shoal.policies.excursions import Excursions
 from shoal.policies.flying import FLYING
-from shoal.policies.lane import LINGER_SECONDS
 from shoal.policies.surges import BUSY, Surges
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
@@ -108,7 +107,7 @@ def test_a_loss_that_was_foreseen_once_does_not_count_any_more(
 ) -> None:
     """Requests that come together at the start of a node look like a load of any size."""
     quiet = chats(node(FOURS, {0: 1}, rate=2.0))
-    monkeypatch.setattr(adaptive, "_candidates", lambda *_: iter((FOURS, TP)))
+    monkeypatch.setattr(adaptive, "candidates_of", lambda *_: iter((FOURS, TP)))
     monkeypatch.setattr(adaptive, "foreseen", lambda *_: 10.0)
     soon = reviews(quiet, 80.0)
     looks = iter([-1000.0, *[10.0] * 1000])
@@ -128,7 +127,7 @@ def test_a_switch_to_wider_units_must_be_foreseen_to_pay_twice(
         return 1e9
 
     monkeypatch.setattr(adaptive, "foreseen", foreseen)
-    monkeypatch.setattr(adaptive, "_candidates", lambda *_: iter([here, there]))
+    monkeypatch.setattr(adaptive, "candidates_of", lambda *_: iter([here, there]))
     crowd, quiet = node(TP, {0: 30}, rate=10.0), node(FOURS, {0: 1}, rate=2.0)
     assert wanted(chats(crowd if here == TP else quiet), 80.0) == there
     assert len(looked) == looks
@@ -142,7 +141,7 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
     assert reviews(KNOWN, 60.0) == 1 < wobbles
     assert reviews(GROWS, 60.0) > 1
     quiet = replace(chats(node(FOURS, {0: 1}, rate=2.0)), memory=Memory(-WATCH_SECONDS, age=60.0))
-    monkeypatch.setattr(adaptive, "_candidates", lambda *_: iter((FOURS, TP)))
+    monkeypatch.setattr(adaptive, "candidates_of", lambda *_: iter((FOURS, TP)))
     assert reviews(quiet, 80.0) > 1
 
 
@@ -201,8 +200,8 @@ def test_an_idle_node_with_sp_begins_in_the_layout_whose_worst_case_is_best() ->
 
 @pytest.mark.parametrize("targets", [(), (LOOSE,)])
 def test_requests_are_not_kept_for_shadows_for_ever(targets: tuple[Target, ...]) -> None:
-    """Urgent requests may come all the time, and with targets no shadow ever decides."""
-    seen = replace(node(TP, {0: 2}, rate=8.0), targets=targets)
+    """No shadow decides with targets, or while urgent requests have their group."""
+    seen = replace(node(TP, {0: 2}, rate=8.0), targets=targets, urgent_engines=4)
     kept = []
     for k in range(100):
         come = (request(f"r{k}", arrival=1.0 * k),)
@@ -479,11 +478,24 @@ def test_a_request_that_fits_nowhere_is_reason_enough() -> None:
     assert widths(plan.target).count(1) >= 4
 
 
-def test_urgent_requests_get_a_group_where_others_fill_the_node() -> None:
+def test_a_request_that_runs_keeps_the_group_that_it_needs() -> None:
+    """The crowd wants DP, where this request would find no room."""
+    limits = [100, 200, 400, 800]
+    layouts = tuple(
+        LayoutState(each.layout, each.slots, each.total_blocks, each.block_tokens, limit)
+        for each, limit in zip(LAYOUTS, limits, strict=True)
+    )
+    for tokens, narrowest in ((90, 1), (350, 4)):
+        unit = replace(CROWD.units[0], longest_tokens=tokens)
+        found = wanted(replace(CROWD, layouts=layouts, units=(unit,)), 20.0)
+        assert narrowest <= max(widths(found)) < 8
+
+
+def test_urgent_requests_do_not_change_what_pays() -> None:
+    """They go first in every layout. So the layout is best for them, too, that is best for all."""
     crowd = chats(node(DP, {-1: 4, 0: 8}, rate=40.0))
-    assert widths(wanted(replace(crowd, since_urgent=0.0))) == [2, 2, 4]
-    over = wanted(replace(crowd, since_urgent=LINGER_SECONDS + 1))
-    assert len(set(widths(over))) == 1
+    assert wanted(replace(crowd, since_urgent=0.0)) == wanted(replace(crowd, since_urgent=math.inf))
+    assert wanted(replace(CROWD, since_urgent=0.0)) == wanted(CROWD) != TP
     # With promises it is these that decide.
     promised = node(DP, {-1: 1, 0: 4}, URGENT, REST, rate=12.0)
     assert widths(wanted(promised)) == [2, 2, 4]
