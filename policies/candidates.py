@@ -13,26 +13,27 @@ def widest(partition: Partition) -> int:
     return max(unit.size for unit in partition)
 
 
-def candidates_of(snapshot: Snapshot, needed: int) -> Iterator[Partition]:
-    """Yield each layout for all engines, and groups beside narrower units where somebody needs one.
+def candidates_of(snapshot: Snapshot, needed: int, lane: Unit | None = None) -> Iterator[Partition]:
+    """Yield each layout for all engines, and groups beside narrower units if one is needed.
 
     Args:
         snapshot: the node.
         needed: engines of the narrowest unit that holds every request.
+        lane: the group that urgent requests have to themselves. Then it is each layout for all
+            other engines.
     """
+    options = _without_lane(snapshot, needed) if lane is None else _with_lane(snapshot, lane)
+    return iter(dict.fromkeys(option for option in options if widest(option) >= needed))
+
+
+def _without_lane(snapshot: Snapshot, needed: int) -> Iterator[Partition]:
     layouts = layouts_up_to(snapshot.max_group)
-    seen: set[Partition] = set()
-    classes = len(snapshot.targets) > 1
     for wide in layouts:
         if wide.world_size < needed:
             continue
-        options = [with_singles(snapshot, units_of(snapshot.engines, wide))]
-        if (classes or wide.world_size == needed > 1) and 1 < wide.world_size < snapshot.engines:
-            options += _beside(snapshot, wide)
-        for option in options:
-            if option not in seen and widest(option) >= needed:
-                seen.add(option)
-                yield option
+        yield with_singles(snapshot, units_of(snapshot.engines, wide))
+        if 1 < wide.world_size == needed < snapshot.engines:
+            yield from _beside(snapshot, wide)
 
 
 def _beside(snapshot: Snapshot, wide: Layout) -> Iterator[Partition]:
@@ -45,13 +46,8 @@ def _beside(snapshot: Snapshot, wide: Layout) -> Iterator[Partition]:
         yield with_singles(snapshot, [*group, *rest])
 
 
-def with_lane(snapshot: Snapshot, needed: int, lane: Unit) -> Iterator[Partition]:
-    """Yield the partitions with this group, by the layout of the other engines."""
-    seen: set[Partition] = set()
+def _with_lane(snapshot: Snapshot, lane: Unit) -> Iterator[Partition]:
     taken = set(lane.engines)
     for layout in layouts_up_to(snapshot.max_group):
         units = units_of(snapshot.engines, layout)
-        option = with_singles(snapshot, [lane, *(u for u in units if taken.isdisjoint(u.engines))])
-        if option not in seen and widest(option) >= needed:
-            seen.add(option)
-            yield option
+        yield with_singles(snapshot, [lane, *(u for u in units if taken.isdisjoint(u.engines))])
