@@ -242,21 +242,22 @@ def _looked_ahead(
 ) -> tuple[Partition | None, _Books]:
     """Return to which of some candidates a switch pays, if to any, and the books after that."""
     memory = books.memory
-    assert memory.shadows is not None
-    assert memory.terms is not None
+    seen, terms = memory.shadows, memory.terms
+    assert seen is not None
+    assert terms is not None
     lasting, stays, caches = memory.surges.lasting(snapshot.now), Staying(), costs.empty_caches()
 
     def brings(candidate: Partition) -> float:
         stop = costs.whole_stop(candidate)
-        return foreseen(memory.shadows, candidate, stop, memory.terms, lasting, stays, caches)
+        return foreseen(seen, candidate, stop, terms, lasting, stays, caches)
 
     ahead = {candidate: brings(candidate) for candidate in near}
     worth = {c: seconds - books.accounts[c].unpaid for c, seconds in ahead.items()}
     best = max(worth, key=worth.__getitem__)
     pays = worth[best] > 0.0
     sure = len(best) >= len(snapshot.partition) or memory.agreed == best
-    looked = {"looked": snapshot.now, "foreseen": tuple(ahead.items())}
-    memory = replace(memory, agreed=best if pays else None, **looked)
+    memory = replace(memory, looked=snapshot.now, foreseen=tuple(ahead.items()))
+    memory = replace(memory, agreed=best if pays else None)
     return (best if pays and sure else None), replace(books, memory=memory)
 
 

@@ -219,8 +219,8 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
         for shadow in shadows:
             shadow.expect(key, longer, terms, known=False)
     told = tuple((p, replace(t.told(lengths, terms), shadow=shadow)) for p, t, shadow in trials)
-    known = {"trials": told, "drawn": drawn, "latest": tuple(latest)}
-    return replace(seen, at=snapshot.now, current=current, **known)
+    seen = replace(seen, current=current, trials=told)
+    return replace(seen, at=snapshot.now, drawn=drawn, latest=tuple(latest))
 
 
 def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
