@@ -1,40 +1,38 @@
 """The layout in which the requests that really come cost the least time.
 
-While nothing is promised and nobody is urgent, every layout for all engines has a shadow
-(``hindsight.py``): a model of the node which gets the same requests. The policy adds up what each
-would have saved beside the current one, and changes to it when that has reached the price of the
-switch, as in the ski rental problem. So the regret about a layout that was kept too long is about
-the price. When a part of it has been saved, the policy looks ahead: the latest requests come again,
-with and without the switch (``hindsight.foreseen``). What this saves pays the rest, and what would
-lose so is not done. If a busy node has a sudden surge, the policy looks ahead to narrower units at
-once. It also remembers for minutes by how much the node was slower than each layout would have
-been, the stops of its switches included. While one layout would have been better, every other one
-must save its distance to that one besides the price. So a layout that is better in quiet moments,
-and much worse in sudden bursts, is not taken up again after each of them. Once a crowd has gone for
-longer than most bursts pause, none of this counts any more (``Memory.without_gone_crowd``).
+Every layout for all engines has a shadow (``hindsight.py``): a model of
+the node which gets the same requests. The policy adds up what each would have saved beside the
+current one, and changes to it when that has reached the price of the switch, as in the ski rental
+problem. So the regret about a layout that was kept too long is about the price. When a part of it
+has been saved, the policy looks ahead: the latest requests come again, with and without the switch
+(``hindsight.foreseen``). What this saves pays the rest, and what would lose so is not done. If a
+busy node has a sudden surge, the policy looks ahead to narrower units at once. It also remembers
+for minutes by how much the node was slower than each layout would have been, the stops of its
+switches included. While one layout would have been better, every other one must save its distance
+to that one besides the price. So a layout that is better in quiet moments, and much worse in sudden
+bursts, is not taken up again after each of them. Once a crowd has gone for longer than most bursts
+pause, none of this counts any more (``Memory.without_gone_crowd``).
 
-While urgent requests come, they may have a group to themselves (``lane.py``), if an operator says
-so. With promises, or while requests are urgent or too long for a narrow unit, ``forecast.py``
-predicts for every candidate how long requests will take, or how many promises will be broken; then
-one group beside narrower units is a candidate, too. The price is that of the stop, and doubles
-whenever a switch goes the other way than the last one, because a switch that is soon taken back has
-brought nothing. It returns to its true value within seconds.
+Where promises are given, a broken one counts as many seconds of its request (``jobs.py``). So the
+layout is kept that keeps most promises, and of several that keep the same the fastest. Urgent
+requests go first in every layout. While such come, they may have a group to themselves
+(``lane.py``), if an operator says so; then the candidates differ in the layout of the rest. If this
+group is missing, or a request is too long for the present units, the node changes at once to what a
+look ahead says is best of what has room for it.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from shoal.policies.adaptive_memory import Memory
+from shoal.policies.candidates import candidates_of, widest
 from shoal.policies.first_layout import first_layout
-from shoal.policies.flow import NEAR_SECONDS
 from shoal.policies.flying import FLYING
-from shoal.policies.forecast import Forecast
 from shoal.policies.hindsight import (
     Hindsight,
     News,
     Staying,
-    TermsOf,
     begin,
     follow,
     foreseen,
@@ -43,15 +41,11 @@ from shoal.policies.hindsight import (
     raised,
     renewed,
     saved,
-    terms_of,
 )
+from shoal.policies.jobs import BROKEN
 from shoal.policies.lane import LINGER_SECONDS, lane_of
-from shoal.policies.static import (
-    Preference,
-    dispatch_least_loaded,
-    place_group,
-    with_singles,
-)
+from shoal.policies.static import Preference, dispatch_least_loaded, with_singles
+from shoal.policies.switch_costs import SwitchCosts
 from shoal.policies.switch_price import (
     FINE_SECONDS,
     Account,
@@ -62,9 +56,10 @@ from shoal.policies.switch_price import (
     price_of,
     verdicts_of,
 )
-from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
+from shoal.policies.terms import TermsOf, terms_of
+from shoal.policies.values.layouts import Unit, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of
-from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason
+from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason, Verdict
 from shoal.policies.values.snapshot import (
     NORMAL_PRIORITY,
     OUTPUTS_KEPT,
@@ -73,38 +68,18 @@ from shoal.policies.values.snapshot import (
     StepPredictor,
 )
 
-REVIEW_SECONDS = 0.05
-"""How often the layout is judged by a forecast."""
 WATCH_SECONDS = 0.1
-"""How often it is judged by the shadows."""
-LONGEST_REVIEW_SECONDS = 1.0
-"""A judgement counts for at most this time, if the policy was not asked for longer."""
+"""How often the layout is judged."""
 LEAST_SECONDS = 0.5
 """Least time between two switches, unless the current units are too small for a request."""
 LOOK_SECONDS = 0.25
 """How often it is foreseen what a switch would bring, which takes as long as many judgements."""
-FORGET_SECONDS = 10.0
-"""Time constant with which it is forgotten what a candidate would have saved."""
-ASIDE_SECONDS = 30.0
-"""How long requests are kept for the shadows while a forecast decides."""
 TERMS_SECONDS = 0.5
 """How long the cost model's numbers are used."""
 USUAL_SECONDS = 60.0
 """Time constant of the usual number of requests: longer than the pauses between most bursts."""
 REGRET_SECONDS = 120.0
 """Time constant with which it is forgotten by how much the node was slower than a layout."""
-LEAST_PROMISES = 0.1
-"""Broken promises that a switch must save beyond its price, if there are targets. What is predicted
-to be broken while all promises are safe is noise."""
-DOUBT = 2.0
-"""Factor by which a switch that goes the other way than the last one makes the next one dearer."""
-MOST_DOUBT = 16.0
-DOUBT_SECONDS = 10.0
-"""Time constant with which the price returns to its true value."""
-SHARE_SECONDS = 10.0
-"""Time constant of the smoothed share of urgent requests."""
-LEAST_SHARE = 0.02
-"""Least share of urgent requests that is assumed while there are any."""
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -117,7 +92,7 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     dispatches = dispatch_least_loaded(snapshot, prefer=prefer, lane=lane)
     memory = snapshot.memory
     if not isinstance(memory, Memory):
-        memory = Memory(snapshot.now - REVIEW_SECONDS)
+        memory = Memory(snapshot.now - WATCH_SECONDS)
     memory = replace(
         memory,
         arrived=memory.arrived + snapshot.arrived,
@@ -125,58 +100,122 @@ def _plan(snapshot: Snapshot, /) -> Plan:
         ended=memory.ended + snapshot.ended,
     )
     if snapshot.switching:
-        return Plan(dispatches, memory=replace(_aged(memory, snapshot), at=snapshot.now, saved=()))
-    stuck = max(unit.size for unit in snapshot.partition) < needed
-    stuck |= lane is not None and lane not in snapshot.partition
-    if snapshot.now - memory.at < REVIEW_SECONDS and not stuck:
+        return Plan(dispatches, memory=replace(memory, at=snapshot.now))
+    if widest(snapshot.partition) < needed or (lane and lane not in snapshot.partition):
+        return _forced(snapshot, model, memory, dispatches, needed, lane)
+    if snapshot.now - memory.at < WATCH_SECONDS and memory.shadows is not None:
         return Plan(dispatches, memory=memory)
-    if not snapshot.targets and not stuck and snapshot.since_urgent > LINGER_SECONDS:
-        if snapshot.now - memory.at < WATCH_SECONDS and memory.shadows is not None:
-            return Plan(dispatches, memory=memory)
-        return _by_hindsight(snapshot, model, memory, dispatches)
-    memory = _aged(_set_aside(memory, snapshot.now), snapshot)
-    among = _candidates(snapshot, needed) if lane is None else _with_lane(snapshot, needed, lane)
-    candidates = [c for c in among if c != snapshot.partition]
-    forecast = Forecast(snapshot, model, memory.urgent, lane)
-    if stuck:
-        target = min(candidates, key=forecast.cost, default=snapshot.partition)
-    else:
-        target, memory = _judged(snapshot, forecast, candidates, memory)
-    if target == snapshot.partition:
-        return Plan(dispatches, memory=memory)
-    reason = "long" if stuck and lane is None else _reason(snapshot, target, lane)
-    wider = len(target) < len(snapshot.partition)
-    turned = memory.wider is not None and memory.wider != wider
-    doubt = min(MOST_DOUBT, DOUBT * memory.doubt) if turned else memory.doubt
-    memory = replace(memory, at=snapshot.now, saved=(), doubt=doubt, wider=wider)
-    return Plan(dispatches, target, "carry", reason, memory)
+    return _by_hindsight(snapshot, model, memory, dispatches, needed, lane)
 
 
-def _set_aside(memory: Memory, now: float) -> Memory:
-    """Return the memory while a forecast decides: shadows get what has come when they decide again.
-
-    After long they begin anew, because it would take long to give them everything at once.
-    """
-    if memory.shadows is not None and now - memory.shadows.at < ASIDE_SECONDS:
-        return memory
-    return replace(memory, shadows=None, arrived=(), placed=(), ended=())
-
-
-def _by_hindsight(
-    snapshot: Snapshot, model: StepPredictor, memory: Memory, dispatches: tuple[Dispatch, ...]
+def _forced(
+    snapshot: Snapshot,
+    model: StepPredictor,
+    memory: Memory,
+    dispatches: tuple[Dispatch, ...],
+    needed: int,
+    lane: Unit | None,
 ) -> Plan:
-    """Return the plan for a node without urgent requests and without promises."""
-    first = None if memory.age else _first(snapshot, model)
-    if first is not None:
-        return Plan(dispatches, first, "carry", "start", replace(memory, at=snapshot.now))
-    memory = _watched(snapshot, model, _aged(memory, snapshot))
+    """Return the plan for a node whose units are too small for a request, or lack the lane.
+
+    The arguments are those of ``_by_hindsight``.
+    """
+    memory = _watched(snapshot, model, memory, lane)
     seen, terms = memory.shadows, memory.terms
     assert seen is not None
     assert terms is not None
-    gains, here = saved(seen, terms), snapshot.partition
-    now = max(snapshot.requests, snapshot.smoothed_requests)
-    noise, forecast = noise_of(memory.usual, now), Forecast(snapshot, model)
-    prices = {c: price_of(noise, forecast.loss(c, now)) for c in gains}
+    costs, stays = SwitchCosts(snapshot, model), Staying()
+
+    def brings(candidate: Partition) -> float:
+        stop = costs.whole_stop(candidate)
+        return foreseen(seen, candidate, stop, terms, stays=stays, caches=costs.empty_caches())
+
+    target = max(candidates_of(snapshot, needed, lane), key=brings, default=snapshot.partition)
+    if target == snapshot.partition:
+        return Plan(dispatches, memory=memory)
+    reason = "long" if lane is None else _reason(snapshot, target, lane)
+    return Plan(dispatches, target, "carry", reason, replace(memory, agreed=None))
+
+
+def _by_hindsight(
+    snapshot: Snapshot,
+    model: StepPredictor,
+    memory: Memory,
+    dispatches: tuple[Dispatch, ...],
+    needed: int,
+    lane: Unit | None,
+) -> Plan:
+    """Return the plan for a node whose units hold every request.
+
+    Args:
+        snapshot: the node.
+        model: predicts the times of steps.
+        memory: what the policy remembers.
+        dispatches: the requests that start now.
+        needed: see ``candidates_of``.
+        lane: the group that urgent requests have to themselves.
+    """
+    first = None if memory.age else _first(snapshot, model)
+    if first is not None:
+        return Plan(dispatches, first, "carry", "start", replace(memory, at=snapshot.now))
+    costs = SwitchCosts(snapshot, model)
+    books = _balanced(snapshot, costs, _watched(snapshot, model, memory, lane))
+    near = [c for c in books.near(snapshot) if widest(c) >= needed]
+    if not near:
+        return Plan(dispatches, memory=books.memory, verdicts=books.verdicts)
+    best, books = _looked_ahead(snapshot, costs, books, near)
+    if best is None:
+        return Plan(dispatches, memory=books.memory, verdicts=books.verdicts)
+    memory = _leaving(snapshot, books, best, costs.loss(best, _requests_lately(snapshot)))
+    reason = _reason(snapshot, best, lane)
+    return Plan(dispatches, best, "carry", reason, memory, verdicts=books.verdicts)
+
+
+def _requests_lately(snapshot: Snapshot) -> float:
+    """Return as many requests as were there lately, or are there."""
+    return max(snapshot.requests, snapshot.smoothed_requests)
+
+
+@dataclass(frozen=True, slots=True)
+class _Books:
+    """What each candidate has saved and must save at one moment."""
+
+    memory: Memory
+    accounts: Mapping[Partition, Account]
+    regrets: Mapping[Partition, float]
+    """By how much the node was slower than each partition would have been."""
+    surge: Collection[Partition]
+    """The candidates for which a surge suffices as a reason to look ahead."""
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """The accounts for people."""
+        return verdicts_of(self.accounts, self.memory.foreseen)
+
+    def near(self, snapshot: Snapshot) -> list[Partition]:
+        """Return the candidates for which it is time to look ahead."""
+        in_surge = bool(self.memory.surges.lasting(snapshot.now))
+        pause = self.memory.surges.pause(snapshot.now) if in_surge else LOOK_SECONDS
+        if snapshot.since_switch < LEAST_SECONDS or snapshot.now - self.memory.looked < pause:
+            return []
+        near = [c for c, one in self.accounts.items() if one.is_near or self._is_urgent(c)]
+        if not snapshot.requests:  # a group that nobody is in can be left when a crowd is there
+            near = [c for c in near if len(c) < len(snapshot.partition)]
+        return near
+
+    def _is_urgent(self, candidate: Partition) -> bool:
+        return candidate in self.surge and self.accounts[candidate].has_room
+
+
+def _balanced(snapshot: Snapshot, costs: SwitchCosts, memory: Memory) -> _Books:
+    """Return what the candidates have saved and must save now."""
+    seen, terms = memory.shadows, memory.terms
+    assert seen is not None
+    assert terms is not None
+    gains, here, now = saved(seen, terms), snapshot.partition, _requests_lately(snapshot)
+    stake = 1 + BROKEN if snapshot.targets else 1.0
+    noise = stake * noise_of(memory.usual, now)
+    prices = {c: price_of(noise, costs.loss(c, now)) for c in gains}
     behind = dict(memory.behind)
     regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
     low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
@@ -184,44 +223,64 @@ def _by_hindsight(
         seen, changed = _begun_again(seen, terms, low, behind, regrets)
         memory = replace(memory, shadows=seen, behind=tuple((behind | changed).items()))
     # What was lost before a surge says nothing of it.
-    lasting = memory.surges.lasting(snapshot.now)
     known = memory.surges.follows_traffic and len(snapshot.outputs) >= OUTPUTS_KEPT
+    lasting = memory.surges.lasting(snapshot.now)
     surge = for_surge(here, gains, prices, known) if lasting else set[Partition]()
     gains |= {c: max(0.0, gains[c]) for c in surge}
-    vain = min(memory.excursions.cost(here, regrets[here]), FINE_SECONDS * memory.usual)
-    fines = {c: fine_of(regrets, c, now) + (0.0 if c in surge else vain) for c in gains}
-    past = past_of(memory.usual, now)
+    vain = min(memory.excursions.cost(here, regrets[here]), stake * FINE_SECONDS * memory.usual)
+    fines = {c: fine_of(regrets, c, stake * now) + (0.0 if c in surge else vain) for c in gains}
+    past = stake * past_of(memory.usual, now)
     accounts = {
-        c: Account(saving, prices[c], fines[c], forecast.has_room(c), past)
+        c: Account(saving, prices[c], fines[c], costs.has_room(c), past)
         for c, saving in gains.items()
     }
-    near = [c for c, one in accounts.items() if one.is_near or (one.has_room and c in surge)]
-    pause = memory.surges.pause(snapshot.now) if lasting else LOOK_SECONDS
-    early = snapshot.since_switch < LEAST_SECONDS or snapshot.now - memory.looked < pause
-    if not snapshot.requests:  # a group that nobody is in can be left when a crowd is there
-        near = [c for c in near if len(c) < len(here)]
-    if not near or early:
-        return Plan(dispatches, memory=memory, verdicts=verdicts_of(accounts, memory.foreseen))
-    stops = {c: forecast.whole_stop(c) for c in near}
-    stays, caches = Staying(), forecast.empty_caches()
-    ahead = {c: foreseen(seen, c, stop, terms, lasting, stays, caches) for c, stop in stops.items()}
-    memory = replace(memory, looked=snapshot.now, foreseen=tuple(ahead.items()))
-    worth = {c: brings - accounts[c].unpaid for c, brings in ahead.items()}
+    return _Books(memory, accounts, regrets, surge)
+
+
+def _looked_ahead(
+    snapshot: Snapshot, costs: SwitchCosts, books: _Books, near: Iterable[Partition]
+) -> tuple[Partition | None, _Books]:
+    """Return to which of some candidates a switch pays, if to any, and the books after that."""
+    memory = books.memory
+    seen, terms = memory.shadows, memory.terms
+    assert seen is not None
+    assert terms is not None
+    lasting, stays, caches = memory.surges.lasting(snapshot.now), Staying(), costs.empty_caches()
+
+    def brings(candidate: Partition) -> float:
+        stop = costs.whole_stop(candidate)
+        return foreseen(seen, candidate, stop, terms, lasting, stays, caches)
+
+    ahead = {candidate: brings(candidate) for candidate in near}
+    worth = {c: seconds - books.accounts[c].unpaid for c, seconds in ahead.items()}
     best = max(worth, key=worth.__getitem__)
-    pays, wider = worth[best] > 0.0, len(best) < len(here)
-    sure = not wider or memory.agreed == best
-    verdicts = verdicts_of(accounts, memory.foreseen)
+    pays = worth[best] > 0.0
+    sure = len(best) >= len(snapshot.partition) or memory.agreed == best
+    memory = replace(memory, looked=snapshot.now, foreseen=tuple(ahead.items()))
     memory = replace(memory, agreed=best if pays else None)
-    if not (pays and sure):
-        return Plan(dispatches, memory=memory, verdicts=verdicts)
-    loss = forecast.loss(best, now)
+    return (best if pays and sure else None), replace(books, memory=memory)
+
+
+def _leaving(snapshot: Snapshot, books: _Books, best: Partition, loss: float) -> Memory:
+    """Return the memory when the node changes to a candidate.
+
+    Args:
+        snapshot: the node.
+        books: what the candidates have saved.
+        best: the candidate.
+        loss: what the switch costs.
+    """
+    here, memory = snapshot.partition, books.memory
+    wider = len(best) < len(here)
     back = memory.wider is not None and memory.wider != wider
-    chances = memory.chances.after_switch(snapshot.since_switch, back=back)
-    lost = tuple((c, regret + loss) for c, regret in regrets.items())
-    excursions = memory.excursions.leaving(here, regrets[here])
-    memory = replace(memory, behind=lost, excursions=excursions)
-    memory = replace(memory, wider=wider, agreed=None, chances=chances)
-    return Plan(dispatches, best, "carry", _reason(snapshot, best), memory, verdicts=verdicts)
+    return replace(
+        memory,
+        behind=tuple((c, regret + loss) for c, regret in books.regrets.items()),
+        excursions=memory.excursions.leaving(here, books.regrets[here]),
+        chances=memory.chances.after_switch(snapshot.since_switch, back=back),
+        wider=wider,
+        agreed=None,
+    )
 
 
 def _begun_again(
@@ -257,10 +316,10 @@ def _first(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
     return target if target != snapshot.partition else None
 
 
-def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory:
+def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory, lane: Unit | None) -> Memory:
     """Return the memory with the shadows as they are now."""
     here, terms = snapshot.partition, memory.terms
-    candidates = [c for c in _candidates(snapshot, 1) if c != here]
+    candidates = [c for c in candidates_of(snapshot, 1, lane) if c != here]
     if terms is None or snapshot.now - memory.terms_at > TERMS_SECONDS:
         every, present = layouts_up_to(snapshot.max_group), [unit.layout for unit in here]
         chances = memory.chances.at(snapshot.now, present, every)
@@ -271,8 +330,8 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory) -> Memory
     seen, brings = memory.shadows, 0.0
     if seen is not None:
         seen, brings = _followed(seen, snapshot, memory, terms)
-    if seen is None or seen.here != here or dict(seen.trials).keys() != set(candidates):
-        seen = begin(snapshot, candidates, terms)
+    if seen is None or not seen.is_of(here, candidates, lane):
+        seen = begin(snapshot, candidates, terms, lane)
     elapsed = max(0.0, snapshot.now - memory.at)
     age = memory.age + elapsed
     kept = math.exp(-elapsed / min(USUAL_SECONDS, age)) if age else 1.0
@@ -307,52 +366,6 @@ def _followed(
     return levelled(follow(now, snapshot, news, terms), terms), brings
 
 
-def _judged(
-    snapshot: Snapshot, forecast: Forecast, candidates: list[Partition], memory: Memory
-) -> tuple[Partition, Memory]:
-    """Return the partition to have, and the memory with what candidates have saved by now."""
-    here, before = snapshot.partition, dict(memory.saved)
-    now = forecast.cost(here)
-    costs = {candidate: forecast.cost(candidate) for candidate in candidates}
-    elapsed = min(LONGEST_REVIEW_SECONDS, snapshot.now - memory.at)
-    kept = math.exp(-elapsed / FORGET_SECONDS)
-    saved = {
-        candidate: max(
-            0.0, kept * before.get(candidate, 0.0) + elapsed * (now - cost) / NEAR_SECONDS
-        )
-        for candidate, cost in costs.items()
-    }
-    memory = replace(memory, at=snapshot.now, saved=tuple(saved.items()))
-    if snapshot.since_switch < LEAST_SECONDS:
-        return here, memory
-
-    def pays(candidate: Partition) -> bool:
-        if not saved[candidate] or costs[candidate] >= now or not forecast.has_room(candidate):
-            return False
-        stall = forecast.stall(candidate)
-        stop = forecast.cost(candidate, stall) - costs[candidate]
-        price = memory.doubt * (stop + (LEAST_PROMISES if snapshot.targets else 0.0))
-        return saved[candidate] > price and now - costs[candidate] > price
-
-    best = sorted(candidates, key=costs.__getitem__)
-    return next(filter(pays, best), here), memory
-
-
-def _aged(memory: Memory, snapshot: Snapshot) -> Memory:
-    """Return the memory as it is now: less doubt, and the latest share of urgent requests."""
-    elapsed = snapshot.now - memory.at
-    doubt = 1 + (memory.doubt - 1) * math.exp(-elapsed / DOUBT_SECONDS)
-    if snapshot.since_urgent > LINGER_SECONDS:
-        return replace(memory, doubt=doubt, urgent=0.0)
-    urgent = sum(request.priority < NORMAL_PRIORITY for request in snapshot.pool)
-    for unit in snapshot.units:
-        urgent += sum(n for priority, n in unit.by_priority if priority < NORMAL_PRIORITY)
-    share = urgent / max(1, snapshot.requests)
-    kept = math.exp(-elapsed / SHARE_SECONDS) if memory.urgent else 0.0
-    share = max(LEAST_SHARE, min(1 - LEAST_SHARE, kept * memory.urgent + (1 - kept) * share))
-    return replace(memory, doubt=doubt, urgent=share)
-
-
 def _preference(snapshot: Snapshot) -> Preference:
     """Send the most urgent class to the widest units and all others elsewhere, if units differ."""
     if snapshot.targets:
@@ -368,56 +381,12 @@ def _preference(snapshot: Snapshot) -> Preference:
     return prefer
 
 
-def _candidates(snapshot: Snapshot, needed: int) -> Iterator[Partition]:
-    """Yield each layout for all engines, and groups beside narrower units where somebody needs one.
-
-    Args:
-        snapshot: the node.
-        needed: engines of the narrowest unit that holds every request.
-    """
-    layouts = layouts_up_to(snapshot.max_group)
-    seen: set[Partition] = set()
-    urgent = len(snapshot.targets) > 1 or snapshot.since_urgent <= LINGER_SECONDS
-    for wide in layouts:
-        if wide.world_size < needed:
-            continue
-        options = [with_singles(snapshot, units_of(snapshot.engines, wide))]
-        if (urgent or wide.world_size == needed > 1) and 1 < wide.world_size < snapshot.engines:
-            options += _beside(snapshot, wide)
-        for option in options:
-            if option not in seen and max(unit.size for unit in option) >= needed:
-                seen.add(option)
-                yield option
-
-
-def _beside(snapshot: Snapshot, wide: Layout) -> Iterator[Partition]:
-    """Yield the partitions with one such group, by the layout of the other engines."""
-    group = place_group(snapshot, wide)
-    taken = {engine for unit in group for engine in unit.engines}
-    for narrow in layouts_up_to(wide.world_size // 2) if group else ():
-        units = units_of(snapshot.engines, narrow)
-        rest = [unit for unit in units if not taken.intersection(unit.engines)]
-        yield with_singles(snapshot, [*group, *rest])
-
-
 def _lane(snapshot: Snapshot, needed: int) -> Unit | None:
     """Return the group that urgent requests have to themselves, if every request can be held."""
     lane = lane_of(snapshot)
-    if lane is None or not any(_with_lane(snapshot, needed, lane)):
+    if lane is None or not any(candidates_of(snapshot, needed, lane)):
         return None
     return lane
-
-
-def _with_lane(snapshot: Snapshot, needed: int, lane: Unit) -> Iterator[Partition]:
-    """Yield the partitions with this group, by the layout of the other engines."""
-    seen: set[Partition] = set()
-    taken = set(lane.engines)
-    for layout in layouts_up_to(snapshot.max_group):
-        units = units_of(snapshot.engines, layout)
-        option = with_singles(snapshot, [lane, *(u for u in units if taken.isdisjoint(u.engines))])
-        if option not in seen and max(unit.size for unit in option) >= needed:
-            seen.add(option)
-            yield option
 
 
 def _reason(snapshot: Snapshot, target: Partition, lane: Unit | None = None) -> SwitchReason:

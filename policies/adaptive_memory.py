@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, field, replace
 
 from shoal.policies.excursions import Excursions
-from shoal.policies.hindsight import Hindsight, TermsOf, renewed
+from shoal.policies.hindsight import Hindsight, renewed
 from shoal.policies.second_chance import Chances
 from shoal.policies.surges import Surges
+from shoal.policies.terms import TermsOf
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.snapshot import PoolRequest
 
@@ -22,14 +23,8 @@ class Memory:
 
     at: float
     """When the layout was last judged."""
-    saved: tuple[tuple[Partition, float], ...] = ()
-    """What each candidate would have saved so far if it had been the layout."""
-    doubt: float = 1.0
-    """Factor of the price of the next switch; 1 if there was no change of mind for long."""
     wider: bool | None = None
     """Whether the last switch went to fewer and wider units; None: there was none."""
-    urgent: float = 0.0
-    """Smoothed share of the requests that are urgent."""
     arrived: tuple[PoolRequest, ...] = ()
     """Requests that no shadow has got yet."""
     placed: tuple[tuple[str, int], ...] = ()

@@ -9,8 +9,9 @@ node begins in the layout whose largest ratio is smallest.
 from collections.abc import Iterator
 from math import log1p
 
-from shoal.policies.hindsight import TermsOf, terms_of
-from shoal.policies.shadow import Job, Queue, Shadow
+from shoal.policies.jobs import Job
+from shoal.policies.shadow import Queue, Shadow
+from shoal.policies.terms import TermsOf, terms_of
 from shoal.policies.values.layouts import Layout, layouts_up_to
 from shoal.policies.values.snapshot import OUTPUT_TOKENS, PROMPT_TOKENS, Snapshot, StepPredictor
 

@@ -128,10 +128,6 @@ class Moment:
 
     seconds: float
     """The seconds that all requests together spend on the unit in this tick."""
-    started: float
-    """Requests that get their first token."""
-    ttft: float
-    """Seconds from arrival to the first token of such a request."""
     tpot: float
     """Seconds between two tokens of a request."""
     decoding: float
@@ -171,7 +167,6 @@ def flow(
     ticks: Sequence[float] = NEAR,
     *,
     at: float = 0.0,
-    stall: float = 0.0,
 ) -> Iterator[Moment]:
     """Yield what happens in each tick.
 
@@ -180,14 +175,10 @@ def flow(
         work: the work that it has at first, and that comes.
         ticks: the lengths of the ticks, in seconds.
         at: seconds from now until the first tick.
-        stall: seconds for which nothing is computed first, because of a switch.
     """
-    decoding = work.decoding
-    waiting = work.waiting + work.rate * stall
-    tokens = work.tokens + work.rate * stall * work.prompt
+    decoding, waiting, tokens = work.decoding, work.waiting, work.tokens
     chunk = min(work.prompt, pace.chunk)
     chunks = max(1.0, work.prompt / pace.chunk)
-    late = stall
     for tick in ticks:
         arriving = tick * work.rate_at(at + tick / 2)
         at, here, needed = at + tick, decoding + waiting, tokens + arriving * work.prompt
@@ -204,11 +195,8 @@ def flow(
         decoding = kept * decoding + (1 - kept) * started / tick * stay
         # Where prompts queue, the time in the queue includes that of their own steps.
         first = length * chunks + wait if done == 1.0 else 0.0
-        spent = tick * (here + decoding + waiting) / 2 + started * first + late * here
-        queued = tick * waiting / started if started else math.inf
-        ttft = max(first, length) + queued + late
-        yield Moment(spent, started, ttft, tpot, decoding, waiting, tokens)
-        late = 0.0
+        spent = tick * (here + decoding + waiting) / 2 + started * first
+        yield Moment(spent, tpot, decoding, waiting, tokens)
 
 
 def _steps(

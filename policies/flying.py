@@ -22,8 +22,8 @@ The same holds where engines share weights: DP, which reads the rest from others
 
 from dataclasses import dataclass
 
-from shoal.policies.forecast import usual_prompt
 from shoal.policies.static import dispatch_least_loaded, place_group, with_singles
+from shoal.policies.switch_costs import usual_prompt
 from shoal.policies.values.batch import Batch, StepKind
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.policies.values.partition import Partition, units_of

@@ -10,23 +10,13 @@ from dataclasses import dataclass, replace
 from math import ceil, exp, inf
 from typing import NamedTuple
 
-from shoal.policies.guessed_outputs import (
-    drawn_output,
-    longer_output,
-    rest_of_output,
-    uncensored,
-)
-from shoal.policies.shadow import Decode, Job, Present, Shadow, Terms, fork, present
-from shoal.policies.unit_costs import prices_of
-from shoal.policies.values.batch import Mode, StepKind
-from shoal.policies.values.layouts import Layout
+from shoal.policies.guessed_outputs import drawn_output, longer_output, rest_of_output, uncensored
+from shoal.policies.jobs import Decode, Job, kind_of
+from shoal.policies.shadow import Present, Shadow, Units, fork, present
+from shoal.policies.terms import TermsOf
+from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
-from shoal.policies.values.snapshot import (
-    USUAL_STEP_TOKENS,
-    PoolRequest,
-    Snapshot,
-    StepPredictor,
-)
+from shoal.policies.values.snapshot import PoolRequest, Snapshot
 
 HORIZONS = (1.25, 2.5)
 """``foreseen`` looks so many seconds ahead, and takes the time after which a switch has paid best.
@@ -39,7 +29,6 @@ CLUMP_SECONDS = 0.25
 """Requests within such a time are a clump, as far as they are more than come evenly."""
 LEAST_SECONDS = 1.0
 """The latest requests count as having come within at least this time."""
-TermsOf = Mapping[Layout, Terms]
 Length = tuple[str, int, bool]
 """A request, its tokens, and whether they are no guess."""
 Lasting = tuple[tuple[float, float], ...]
@@ -109,6 +98,17 @@ class Hindsight:
     """The jobs of the last ``AGAIN_SECONDS``."""
     began: float = 0.0
     """Since when ``latest`` knows of them."""
+    lane: Unit | None = None
+    """The group that urgent requests have to themselves, where a partition has it."""
+
+    def is_of(self, here: Partition, candidates: Collection[Partition], lane: Unit | None) -> bool:
+        """Return whether these are the shadows of these partitions, with this lane."""
+        trials = {partition for partition, _ in self.trials}
+        return (self.here, trials, self.lane) == (here, set(candidates), lane)
+
+    def units(self, partition: Partition) -> Units:
+        """Return a partition's units for its shadow."""
+        return [(unit.layout, unit == self.lane) for unit in partition]
 
     @property
     def span(self) -> float:
@@ -154,38 +154,25 @@ class News(NamedTuple):
     ended: tuple[tuple[str, int], ...]
 
 
-def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]) -> TermsOf:
-    """Return what a unit of each layout can do."""
-    above = dict(snapshot.sp_above)
-    terms = {}
-    for layout in layouts:
-        state = snapshot.layout(layout)
-        tp = model.pace(layout, StepKind.PREFILL)
-        terms[layout] = Terms(
-            decode=model.pace(layout, StepKind.DECODE),
-            tp=tp,
-            sp=model.pace(layout, StepKind.PREFILL, Mode.SP) if layout in above else tp,
-            above=above.get(layout, inf),
-            seats=256 if state is None else state.slots,
-            tokens=inf if state is None else state.total_blocks * state.block_tokens,
-            chunk=snapshot.step_tokens or USUAL_STEP_TOKENS,
-            mixed=snapshot.chunk(layout),
-            prices=prices_of(snapshot, layout),
-            output=snapshot.output_tokens,
-            short_first=snapshot.short_first,
-        )
-    return terms
+def begin(
+    snapshot: Snapshot,
+    candidates: Collection[Partition],
+    terms: TermsOf,
+    lane: Unit | None = None,
+) -> Hindsight:
+    """Return shadows that begin with what is on the node now.
 
-
-def begin(snapshot: Snapshot, candidates: Collection[Partition], terms: TermsOf) -> Hindsight:
-    """Return shadows that begin with what is on the node now."""
-    here = on_node(snapshot)
-
-    layouts = (unit.layout for unit in snapshot.partition)
-    current = fork(layouts, here, snapshot.now, terms)
+    Args:
+        snapshot: the node.
+        candidates: the partitions that get a shadow.
+        terms: what units can do.
+        lane: see ``Hindsight``.
+    """
+    now, here = snapshot.now, snapshot.partition
+    seen = Hindsight(now, here, Shadow([]), (), began=now, lane=lane)
+    current = fork(seen.units(here), on_node(snapshot), now, terms)
     trials = tuple((candidate, Trial(current, 0.0)) for candidate in candidates)
-    seen = Hindsight(snapshot.now, snapshot.partition, current, trials, began=snapshot.now)
-    return renewed(seen, candidates, terms)
+    return renewed(replace(seen, current=current, trials=trials), candidates, terms)
 
 
 def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> Hindsight:
@@ -207,7 +194,9 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
         prompt = request.prompt_tokens
         cached = found.pop(request.request_id, round(snapshot.hit_share * prompt))
         output = drawn_output(likely, drawn, prompt)
-        job = Job(request.arrival, max(1, prompt - cached), prompt, output, request.request_id)
+        kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)
+        new, key = max(1, prompt - cached), request.request_id
+        job = Job(request.arrival, new, prompt, output, key, kind=kind)
         latest.append(job)
         for shadow in shadows:
             shadow.advance(request.arrival, terms)
@@ -230,7 +219,8 @@ def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> H
         for shadow in shadows:
             shadow.expect(key, longer, terms, known=False)
     told = tuple((p, replace(t.told(lengths, terms), shadow=shadow)) for p, t, shadow in trials)
-    return Hindsight(snapshot.now, seen.here, current, told, drawn, tuple(latest), seen.began)
+    seen = replace(seen, current=current, trials=told)
+    return replace(seen, at=snapshot.now, drawn=drawn, latest=tuple(latest))
 
 
 def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
@@ -314,7 +304,7 @@ def foreseen(
     here = present(until)
     # A prompt that has begun is carried. The others wait in the order of their turns.
     waiting = [job if job.came == -inf else caches.job(job) for job in here.waiting]
-    there = fork((unit.layout for unit in to), here._replace(waiting=waiting), begin, terms)
+    there = fork(seen.units(to), here._replace(waiting=waiting), begin, terms)
     so_far = until.spent(begin)
     horizons = SURGE_HORIZONS if lasting else HORIZONS
 
@@ -350,7 +340,7 @@ def _again(
     for horizon in horizons:
         while job is not None and at < seen.at + horizon:
             shadow.advance(at, terms)
-            comes = Job(at, job.new, job.prompt, job.output)
+            comes = Job(at, job.new, job.prompt, job.output, kind=job.kind)
             shadow.put(comes if caches is None else caches.job(comes), terms)
             at, job = next(coming, (inf, None))
         yield shadow.all_in_all(terms), shadow.requests
@@ -390,7 +380,7 @@ def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hi
     trials = []
     for partition, trial in seen.trials:
         if partition in again:
-            shadow = fork((unit.layout for unit in partition), here, seen.at, terms)
+            shadow = fork(seen.units(partition), here, seen.at, terms)
             trial = _begun(shadow, seen.current, terms)
         trials.append((partition, trial))
     return replace(seen, trials=tuple(trials))
@@ -415,7 +405,7 @@ def moved(seen: Hindsight, to: Partition, terms: TermsOf) -> Hindsight:
     always had the new partition has other ones. What each has saved beside it is to be
     ``levelled``, but not before ``follow`` has told all which requests are longer than was guessed.
     """
-    current = fork((unit.layout for unit in to), present(seen.current), seen.at, terms)
+    current = fork(seen.units(to), present(seen.current), seen.at, terms)
     shadows = {p: t.shadow for p, t in seen.trials if p != to} | {seen.here: seen.current}
     trials = tuple((p, Trial(shadow, 0.0)) for p, shadow in shadows.items())
     return replace(seen, here=to, current=current, trials=trials)
@@ -441,7 +431,8 @@ def on_node(snapshot: Snapshot) -> Present:
     for request in snapshot.pool:
         drawn += 1
         job = _job(snapshot, request.prompt_tokens, drawn)
-        waiting.append(job._replace(key=request.request_id))
+        kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)
+        waiting.append(job._replace(key=request.request_id, kind=kind))
     return Present(decoding, waiting, {})
 
 

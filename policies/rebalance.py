@@ -16,8 +16,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shoal.policies.forecast import LEAST_ROOM, SWITCH_SECONDS
 from shoal.policies.lane import lane_of
+from shoal.policies.switch_costs import LEAST_ROOM, SWITCH_SECONDS
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.policies.values.snapshot import Snapshot, StepPredictor, UnitState

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from shoal.policies.shadow import Terms
+from shoal.policies.terms import Terms
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.pace import Pace
 

@@ -13,103 +13,20 @@ guess has ended too early decodes again.
 """
 
 from bisect import insort_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import ceil, inf
 from operator import attrgetter
 from typing import NamedTuple
 
-from shoal.policies.unit_costs import Prices, Start, latest, patience
+from shoal.policies.jobs import Decode, Guessed, Job, Kind
+from shoal.policies.terms import Terms, TermsOf
+from shoal.policies.unit_costs import Start, latest
 from shoal.policies.values.batch import PromptWork
 from shoal.policies.values.layouts import Layout
-from shoal.policies.values.pace import Pace
-
-
-class Job(NamedTuple):
-    """A request whose prompt waits in a shadow."""
-
-    start: float
-    """When it came, or when the shadow began, seconds."""
-    new: int
-    """Tokens to compute before its first token."""
-    prompt: int
-    """Tokens of its prompt."""
-    output: int
-    """Tokens that it will generate."""
-    key: str = ""
-    """Its request, while ``output`` is a guess."""
-    came: float = inf
-    """When it came, if that was before ``start``; ``-inf``: its prompt had begun."""
-    turn: float = 0.0
-    """Prompts are computed in this order."""
-
-
-class Decode(NamedTuple):
-    """A request that decodes in a shadow."""
-
-    end: int
-    """The step of its unit that generates its last token."""
-    start: float
-    tokens: int
-    """All its tokens at its end."""
-    output: int = 0
-    """Tokens that it generates until then."""
-    key: str = ""
-    """See ``Job``."""
-
-
-class Guessed(NamedTuple):
-    """A request that has ended in a shadow, and not yet on the node."""
-
-    at: float
-    """When it ended in the shadow, seconds."""
-    start: float
-    tokens: int
-    output: int
-
-
-class Terms(NamedTuple):
-    """What a unit of one layout can do."""
-
-    decode: Pace
-    tp: Pace
-    """Steps in TP with prompts."""
-    sp: Pace
-    above: float
-    """Tokens above which a step with prompts runs in SP; infinite if none does."""
-    seats: int
-    """Requests that it decodes at once."""
-    tokens: float
-    """Tokens that its KV cache holds."""
-    chunk: int
-    """Most tokens of a step."""
-    mixed: int
-    """Most tokens of prompts, where others decode."""
-    prices: Prices
-    output: float = 0.0
-    """Tokens of the mean output."""
-    short_first: bool = True
-    """See ``Snapshot``."""
-
-    def turn(self, job: "Job") -> float:
-        """Return when it is a prompt's turn (``unit_costs.patience``)."""
-        came = _came(job)
-        if not self.short_first:
-            return came
-        return came + patience(self.prices.seconds(PromptWork.of(job.prompt, job.new)))
-
-    def prompts(self, tokens: int, context: float, pairs: float, decodes: int) -> float:
-        """Return the seconds of a step with prompts."""
-        pace = self.sp if tokens > self.above else self.tp
-        return pace.step(tokens, context, context + pairs, decodes)
-
 
 _turn = attrgetter("turn")
-
-
-def _came(job: Job) -> float:
-    return min(job.came, job.start)
 
 
 @dataclass(slots=True)
@@ -126,6 +43,7 @@ class Queue:
         context: tokens whose KV a step of them reads.
         ended: seconds that the requests have spent here that have ended.
         guessed: those of them of which the node has not said how long they are.
+        is_lane: whether it serves urgent requests, and no others.
     """
 
     layout: Layout
@@ -138,6 +56,7 @@ class Queue:
     context: int = 0
     ended: float = 0.0
     guessed: dict[str, Guessed] = field(default_factory=dict)
+    is_lane: bool = False
 
     def copy(self) -> "Queue":
         """Return a copy that shares nothing that changes."""
@@ -155,12 +74,10 @@ class Queue:
         insort_right(self.waiting, job, lo=bool(self.computed), key=_turn)
         self.queued += job.new
 
-    def decode(
-        self, start: float, tokens: int, left: int, *, output: int = 0, key: str = ""
-    ) -> None:
-        """Take a request that decodes, and that has ``left`` more tokens to generate."""
-        self.context += tokens
-        heappush(self.running, Decode(self.steps + left, start, tokens + left, output, key))
+    def decode(self, one: Decode) -> None:
+        """Take a request that decodes; ``end`` is how many more tokens it is to generate."""
+        self.context += one.tokens - one.end
+        heappush(self.running, one._replace(end=self.steps + one.end))
 
     def find_cached(self, key: str, tokens: int, terms: Terms) -> None:
         """Note how much of a prompt was cached, if it is not being computed."""
@@ -192,27 +109,29 @@ class Queue:
         end = self.guessed.pop(key, None)
         if end is None or not output:
             return end is not None
-        more = output - end.output
+        one = end.one
+        more = output - one.output
         if more <= 0:
             self.ended += more * self._pace(terms)
         else:
             # It has not been here since its guessed end, so that time does not count.
-            self.ended -= end.at - end.start
-            start = end.start + self.clock - end.at
-            self.decode(start, end.tokens, more, output=output, key=then)
+            self.ended -= one.cost(end.at)
+            goes_on = one._replace(end=more, tokens=one.tokens + more, output=output, key=then)
+            self.decode(goes_on.later(self.clock - end.at))
         return True
 
     def _expect_running(self, k: int, output: int, key: str, terms: Terms) -> None:
         one = self.running[k]
         more = output - one.output
         late = self.steps - one.end - more
+        then = one._replace(end=one.end + more, tokens=one.tokens + more, output=output, key=key)
         if late < 0:
-            self.running[k] = Decode(one.end + more, one.start, one.tokens + more, output, key)
+            self.running[k] = then
         else:
             self.running[k] = self.running[-1]
             self.running.pop()
             self.context -= one.tokens - (one.end - self.steps)
-            self.ended += max(0.0, self.clock - one.start - late * self._pace(terms))
+            self.ended += then.cost(max(one.start, self.clock - late * self._pace(terms)))
         heapify(self.running)
 
     def _pace(self, terms: Terms) -> float:
@@ -262,11 +181,14 @@ class Queue:
         self.steps += steps
         self.context += steps * len(self.running)
         while self.running and self.running[0].end <= self.steps:
-            _, start, tokens, output, key = heappop(self.running)
-            self.ended += self.clock - start
-            self.context -= tokens
-            if key:
-                self.guessed[key] = Guessed(self.clock, start, tokens, output)
+            one = heappop(self.running)
+            self.context -= one.tokens
+            self._end(one)
+
+    def _end(self, one: Decode) -> None:
+        self.ended += one.cost(self.clock)
+        if one.key:
+            self.guessed[one.key] = Guessed(self.clock, one)
 
     def _prompts(self, terms: Terms) -> None:
         """Compute a step that has as many tokens of waiting prompts as find room."""
@@ -291,13 +213,11 @@ class Queue:
         self.queued -= tokens
         self._step(1, terms.prompts(decodes + tokens, self.context, pairs, decodes))
         for job in self.waiting[:done]:
-            if job.output > 1:
-                left = job.output - 1
-                self.decode(job.start, job.prompt + 1, left, output=job.output, key=job.key)
-                continue
-            self.ended += self.clock - job.start
-            if job.key:
-                self.guessed[job.key] = Guessed(self.clock, job.start, job.prompt + 1, 1)
+            one = job.decoding(self.clock)
+            if one.end:
+                self.decode(one)
+            else:
+                self._end(one)
         del self.waiting[:done]
 
     @property
@@ -328,37 +248,50 @@ class Queue:
 
 @dataclass(slots=True)
 class Shadow:
-    """The units of one partition."""
+    """The units of one partition.
+
+    Attributes:
+        queues: one for each unit.
+        has_lane: whether some of them are kept for urgent requests.
+    """
 
     queues: list[Queue]
+    has_lane: bool = False
 
     def copy(self) -> "Shadow":
         """Return a copy that shares nothing that changes."""
-        return Shadow([queue.copy() for queue in self.queues])
+        return Shadow([queue.copy() for queue in self.queues], self.has_lane)
 
-    def advance(self, until: float, terms: Mapping[Layout, Terms]) -> None:
+    def advance(self, until: float, terms: TermsOf) -> None:
         """Compute steps until ``until``."""
         for queue in self.queues:
             if queue.clock < until:
                 queue.advance(until, terms[queue.layout])
 
-    def put(self, job: Job, terms: Mapping[Layout, Terms]) -> None:
+    def put(self, job: Job, terms: TermsOf) -> None:
         """Send a request to the unit where it costs least."""
-        best = self.queues[0]
-        if len(self.queues) > 1:
-            starts = [queue.start(job, terms[queue.layout]) for queue in self.queues]
+        queues = self.open_to(job.kind)
+        best = queues[0]
+        if len(queues) > 1:
+            starts = [queue.start(job, terms[queue.layout]) for queue in queues]
             bound = latest(min([start.first_token for start in starts]))
             costs = [inf if start.first_token > bound else start.cost for start in starts]
-            best = self.queues[costs.index(min(costs))]
+            best = queues[costs.index(min(costs))]
         best.put(job, terms[best.layout])
 
-    def expect(self, key: str, output: int, terms: Mapping[Layout, Terms], *, known: bool) -> None:
+    def open_to(self, kind: Kind) -> list[Queue]:
+        """Return the queues to which a request may go."""
+        if not self.has_lane:
+            return self.queues
+        return [queue for queue in self.queues if queue.is_lane is kind.is_urgent]
+
+    def expect(self, key: str, output: int, terms: TermsOf, *, known: bool) -> None:
         """Note how many tokens a request will get (``Queue.expect``)."""
         for queue in self.queues:
             if queue.expect(key, output, terms[queue.layout], known=known):
                 return
 
-    def find_cached(self, key: str, tokens: int, terms: Mapping[Layout, Terms]) -> None:
+    def find_cached(self, key: str, tokens: int, terms: TermsOf) -> None:
         """Note how much of a prompt was in the node's cache."""
         for queue in self.queues:
             queue.find_cached(key, tokens, terms[queue.layout])
@@ -369,9 +302,9 @@ class Shadow:
         The last number is that of the guess.
         """
         ended = (item for queue in self.queues for item in queue.guessed.items())
-        return [(key, one.tokens - one.output, one.output) for key, one in ended]
+        return [(key, end.one.tokens - end.one.output, end.one.output) for key, end in ended]
 
-    def end_all(self, terms: Mapping[Layout, Terms]) -> None:
+    def end_all(self, terms: TermsOf) -> None:
         """Note that no request is on the node: those that nobody has told the end of are gone."""
         for queue in self.queues:
             queue.guessed.clear()
@@ -392,11 +325,15 @@ class Shadow:
         """How many requests are there."""
         return sum(len(queue.waiting) + len(queue.running) for queue in self.queues)
 
-    def all_in_all(self, terms: Mapping[Layout, Terms]) -> float:
+    def all_in_all(self, terms: TermsOf) -> float:
         """Return the seconds that requests will have spent on all units if no other comes."""
         rest = self.copy()
         rest.advance(inf, terms)
         return sum(queue.ended for queue in rest.queues)
+
+
+Units = Collection[tuple[Layout, bool]]
+"""The layout of each unit, and whether it is kept for urgent requests."""
 
 
 class Present(NamedTuple):
@@ -410,27 +347,31 @@ class Present(NamedTuple):
 
 
 def fork(
-    layouts: Iterable[Layout], here: Present, now: float, terms: Mapping[Layout, Terms]
+    units: Units,
+    here: Present,
+    now: float,
+    terms: TermsOf,
 ) -> Shadow:
     """Return the shadow of a partition in which these requests are.
 
     Args:
-        layouts: those of the partition's units.
+        units: those of the partition.
         here: the requests; those that decode are divided so that units have about equal work.
         now: when the shadow begins, seconds.
         terms: what units can do.
     """
-    shadow = Shadow([Queue(layout, now) for layout in layouts])
+    queues = [Queue(layout, now, is_lane=is_lane) for layout, is_lane in units]
+    shadow = Shadow(queues, any(queue.is_lane for queue in queues))
     for one in sorted(here.decoding, key=lambda one: -one.end):
-        emptiest = min(shadow.queues, key=lambda one: len(one.running) / one.layout.world_size)
-        tokens = one.tokens - one.end
-        emptiest.decode(now, tokens, one.end, output=one.output, key=one.key)
-    for job in sorted(here.waiting, key=_came):
-        shadow.put(job._replace(start=now, came=_came(job)), terms)
+        among = shadow.open_to(one.kind)
+        emptiest = min(among, key=lambda one: len(one.running) / one.layout.world_size)
+        emptiest.decode(one._replace(start=now))
+    for job in sorted(here.waiting, key=attrgetter("since")):
+        shadow.put(job._replace(start=now, came=job.since), terms)
     # None of their time counts in this shadow, except what comes after their guessed end.
-    shadow.queues[0].guessed.update(
-        (key, one._replace(at=now, start=now)) for key, one in here.guessed.items()
-    )
+    for key, end in here.guessed.items():
+        one = end.one.later(now - end.at)._replace(start=now)
+        shadow.open_to(one.kind)[0].guessed[key] = Guessed(now, one)
     return shadow
 
 

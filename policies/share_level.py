@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.policies.flow import FAR, NEAR
-from shoal.policies.forecast import Forecast, usual_prompt
+from shoal.policies.forecast import Forecast
+from shoal.policies.switch_costs import usual_prompt
 from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan, Policy, ShareReason
@@ -142,7 +143,7 @@ def _cost(snapshot: Snapshot, partitions: Sequence[Partition]) -> float:
     """
     assert snapshot.cost_model is not None
     usual = min(snapshot.usual_rate, snapshot.recent_rate)
-    forecast = Forecast(replace(snapshot, usual_rate=usual), snapshot.cost_model, later=partitions)
+    forecast = Forecast(replace(snapshot, usual_rate=usual), snapshot.cost_model, partitions)
     return min(map(forecast.cost, partitions))
 
 

@@ -30,15 +30,15 @@ STEADY = UnitPace(
 IDLE = Work(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, prompt=1000.0, output=100.0)
 
 
-def moments(pace: UnitPace = STEADY, stall: float = 0.0, **changes: float) -> list[Moment]:
+def moments(pace: UnitPace = STEADY, **changes: float) -> list[Moment]:
     """``rate`` is also the rate of the past, if that is not said."""
     rate = changes.get("rate", 0.0)
     work = replace(IDLE, **{"recent": rate, "usual": rate, **changes})
-    return list(flow(pace, work, [*NEAR, *FAR], stall=stall))
+    return list(flow(pace, work, [*NEAR, *FAR]))
 
 
-def spent(pace: UnitPace = STEADY, stall: float = 0.0, **changes: float) -> float:
-    return sum(moment.seconds for moment in moments(pace, stall, **changes))
+def spent(pace: UnitPace = STEADY, **changes: float) -> float:
+    return sum(moment.seconds for moment in moments(pace, **changes))
 
 
 def test_nothing_takes_no_time() -> None:
@@ -70,7 +70,6 @@ def test_more_prompts_than_there_is_time_for_have_to_wait() -> None:
     assert queue == sorted(queue)
     # Of twenty each second about ten are done.
     assert queue[-1] == pytest.approx(10 * sum([*NEAR, *FAR]), rel=0.15)
-    assert overloaded[-1].ttft > 10.0
     assert moments(rate=8.0)[-1].waiting == 0.0
 
 
@@ -78,7 +77,7 @@ def test_what_waits_is_computed_first_and_then_the_queue_is_gone() -> None:
     backlog = moments(waiting=20.0, tokens=20_000.0)
     assert backlog[0].waiting > 0
     assert backlog[-1].waiting == 0.0
-    assert sum(moment.started for moment in backlog) == pytest.approx(20.0)
+    assert sum(moment.tokens > 0 for moment in backlog) > 1
 
 
 def test_what_finds_no_seat_waits() -> None:
@@ -103,20 +102,14 @@ def test_what_comes_later_goes_on_from_what_is_left() -> None:
     assert [*near, *flow(STEADY, left, FAR, at=sum(NEAR))] == pytest.approx(whole)
 
 
-def test_a_stop_delays_everybody_who_is_there_and_who_comes() -> None:
-    assert spent(stall=0.5, decoding=4.0) == pytest.approx(spent(decoding=4.0) + 2.0)
-    delayed = moments(stall=0.5, rate=2.0)
-    assert delayed[0].ttft > moments(rate=2.0)[0].ttft + 0.4
-
-
 def test_steps_above_the_threshold_take_the_time_of_sp() -> None:
     """Decodes count: with two hundred of them the same prompts make a step that runs in SP."""
     host = Added(0.5, 0.5, 0.0)
     shifting = replace(STEADY, sp=host, above=1100.0)
     alone = {"rate": 0.5}
     assert spent(shifting, **alone) == spent(**alone)
-    first, crowded = (moments(shifting, decoding=n, **alone)[0].ttft for n in (0.0, 200.0))
-    assert crowded > first + 0.4
+    crowded = {"decoding": 200.0} | alone
+    assert moments(shifting, **crowded)[0].tpot > 1.1 * moments(**crowded)[0].tpot
 
 
 # --- the pace of a layout ---

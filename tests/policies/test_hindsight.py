@@ -24,8 +24,10 @@ from shoal.policies.hindsight import (
     renewed,
     saved,
 )
-from shoal.policies.shadow import Job, Queue, Shadow, Terms
+from shoal.policies.jobs import Decode, Job
+from shoal.policies.shadow import Queue, Shadow
 from shoal.policies.surges import UNKNOWN_LENGTHS
+from shoal.policies.terms import Terms
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout, alone
 from shoal.policies.values.pace import Pace
@@ -289,7 +291,7 @@ def test_outputs_that_still_run_make_others_seem_longer() -> None:
     """Those that have ended are short, because the node has just begun."""
     here = Shadow([Queue(GROUP[0].layout, NOW)])
     for k in range(30):
-        here.queues[0].decode(NOW - 5.0, 510, 100, output=600, key=str(k))
+        here.queues[0].decode(Decode(100, NOW - 5.0, 610, 600, str(k)))
     seen = Hindsight(NOW, GROUP, here, ())
     node = replace(snapshot(unit(GROUP[0], requests=30)), now=NOW + 0.1, outputs=(10,) * 20)
     arrived = tuple(request(f"new {k}", arrival=NOW) for k in range(40))

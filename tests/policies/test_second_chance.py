@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.policies.hindsight import TermsOf, terms_of
 from shoal.policies.second_chance import (
     BACK_SECONDS,
     LEAST_SECONDS,
@@ -13,6 +12,7 @@ from shoal.policies.second_chance import (
     VAIN_SECONDS,
     Chances,
 )
+from shoal.policies.terms import TermsOf, terms_of
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import Layout, layouts_up_to
 from tests.policies.nodes import DP, node

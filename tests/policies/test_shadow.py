@@ -4,7 +4,9 @@ from math import inf
 
 import pytest
 
-from shoal.policies.shadow import Job, Queue, Shadow, Terms, fork, present
+from shoal.policies.jobs import USUAL, Decode, Job, Kind, Promise
+from shoal.policies.shadow import Present, Queue, Shadow, fork, present
+from shoal.policies.terms import Terms
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.pace import Pace
@@ -115,7 +117,7 @@ def test_a_unit_in_a_long_step_is_avoided() -> None:
 def test_guesses_go_along_when_another_shadow_begins_where_this_one_is() -> None:
     one = shadow(guessed(5), guessed(400, "b"))
     one.advance(0.2, ALL)
-    other = fork([DP, DP], present(one), 0.2, ALL)
+    other = fork([(DP, False)] * 2, present(one), 0.2, ALL)
     assert other.guesses() == [("a", 100, 5)]
     before = other.all_in_all(ALL)
     for key in "ab":
@@ -130,7 +132,7 @@ def test_what_waits_in_several_units_goes_on_in_the_order_of_arrival() -> None:
     for queue, arrivals in zip(two.queues, ([0.1, 0.4], [0.2, 0.3]), strict=True):
         for at in arrivals:
             queue.put(Job(at, 100, 100, 5, f"at {at}"), TERMS)
-    (one,) = fork([DP], present(two), 0.5, ALL).queues
+    (one,) = fork([(DP, False)], present(two), 0.5, ALL).queues
     assert [job.key for job in one.waiting] == ["at 0.1", "at 0.2", "at 0.3", "at 0.4"]
 
 
@@ -161,7 +163,7 @@ def test_requests_for_which_there_is_no_room_wait_for_their_turn(short: str) -> 
     """A switch may bring more to a unit than it can decode at once."""
     one = Shadow([Queue(DP, 0.0)])
     for _ in range(8):
-        one.queues[0].decode(0.0, 100, 50)
+        one.queues[0].decode(Decode(50, 0.0, 150))
     narrow = TERMS._replace(seats=4) if short == "seats" else TERMS._replace(tokens=500)
     wide, late = one.all_in_all(ALL), one.all_in_all({DP: narrow})
     assert wide == pytest.approx(8 * 50 * STEP)
@@ -212,5 +214,43 @@ def test_prompts_keep_their_turn_in_another_layout() -> None:
     )
     one.queues[0].computed = 1
     for now in (2.0, 3.0):
-        one = fork([DP], present(one), now, ALL)
+        one = fork([(DP, False)], present(one), now, ALL)
         assert [job.key for job in one.queues[0].waiting] == ["begun", "long", "a", "b"]
+
+
+# --- urgent requests and promises ---
+
+URGENT = Kind(is_urgent=True)
+
+
+def test_urgent_prompts_go_first() -> None:
+    urgent = Job(9.0, 4000, 4000, 5, "urgent", kind=URGENT)
+    assert order(LONG, urgent, Job(0.5, 10, 10, 5, "short")) == ["urgent", "short", "long"]
+
+
+def test_a_lane_serves_urgent_requests_and_no_others() -> None:
+    waiting = [Job(0.0, 100, 100, 5, str(k), kind=URGENT if k == 3 else USUAL) for k in range(6)]
+    decoding = [Decode(50, 0.0, 150, kind=kind) for kind in (URGENT, USUAL, USUAL)]
+    units = [(DP, True), (DP, False), (DP, False)]
+    one = fork(units, Present(decoding, waiting, {}), 0.0, ALL)
+    lane, *rest = one.queues
+    assert [job.key for job in lane.waiting] == ["3"]
+    assert len(lane.running) == len(rest[0].running) == len(rest[1].running) == 1
+    assert sorted(len(queue.waiting) for queue in rest) == [2, 3]
+    again = one.copy()
+    again.put(Job(1.0, 100, 100, 5, "late"), ALL)
+    assert len(again.queues[0].waiting) == 1
+    free = fork([(DP, False)] * 3, Present(decoding, waiting, {}), 0.0, ALL)
+    assert sorted(len(queue.waiting) for queue in free.queues) == [2, 2, 2]
+
+
+def test_a_broken_promise_counts_once_however_wrong_the_guess_was() -> None:
+    """Outputs are taken to be shorter or longer at first; all tokens come too late."""
+    kind = Kind(Promise(ttft=5.0, tpot=STEP / 4, worth=100.0))
+    true = shadow(Job(0.0, 100, 100, 50, kind=kind)).all_in_all(ALL)
+    assert true == pytest.approx(100.0 + 50 * STEP, abs=3 * STEP)
+    for guess, told_at in ((5, 0.3), (50, 0.3), (400, 0.3), (400, 60 * STEP)):
+        one = shadow(Job(0.0, 100, 100, guess, "a", kind=kind))
+        one.advance(told_at, ALL)
+        one.expect("a", 50, ALL, known=True)
+        assert one.all_in_all(ALL) == pytest.approx(true, abs=12 * STEP)

@@ -1,0 +1,163 @@
+"""What a switch costs: for how long it stops requests, and what caches lose."""
+
+import math
+from collections.abc import Sequence
+
+from shoal.policies.hindsight import EmptyCaches
+from shoal.policies.unit_costs import prices_of
+from shoal.policies.values.batch import Batch
+from shoal.policies.values.kv_need import blocks_for
+from shoal.policies.values.partition import Partition
+from shoal.policies.values.snapshot import Snapshot, StepPredictor, UnitState
+
+USUAL = 16
+"""Requests of the usual length that are added to the present ones, because a few requests say
+little about the next ones."""
+LEAST_ROOM = 0.15
+"""Share of a unit's KV blocks that must be free, so that its requests can be carried away."""
+SWITCH_SECONDS = 0.004
+"""Seconds of a switch beyond the step that is computed and the copies: messages and launches."""
+CACHE_SECONDS = 60.0
+"""For how long the loss of caches counts at most. In Mooncake's conversation trace half of what is
+found was last used more than 105 s before, and a third within a minute."""
+
+
+class SwitchCosts:
+    """Judges switches of the node of one snapshot.
+
+    Args:
+        snapshot: the node.
+        model: predicts the times of steps and copies.
+    """
+
+    def __init__(self, snapshot: Snapshot, model: StepPredictor) -> None:
+        self._snapshot = snapshot
+        self._model = model
+
+    def whole_stop(self, candidate: Partition) -> float:
+        """Return the seconds for which a switch stops the requests that it moves.
+
+        Of the longest of n units' steps n / (n + 1) is left in the mean. A step that was scheduled
+        ahead follows (``Snapshot.schedules_ahead``). Then the new units read the KV from the old
+        ones.
+        """
+        moved = [unit for unit in self._snapshot.units if unit.unit not in candidate]
+        here = [unit for unit in moved if unit.requests]
+        if not here:
+            return SWITCH_SECONDS
+        steps = len(here) / (len(here) + 1) + self._snapshot.schedules_ahead
+        longest = max(map(self._step_seconds, here))
+        return SWITCH_SECONDS + steps * longest + self._copy_seconds(candidate, moved)
+
+    def loss(self, candidate: Partition, here: float) -> float:
+        """Return what a switch costs, in seconds of requests.
+
+        The switch stops the requests. Those that are there then wait until the caches that it has
+        lost are filled.
+
+        Args:
+            candidate: to which the node changes.
+            here: as many requests as were there lately.
+        """
+        stop = self.whole_stop(candidate) * self._snapshot.requests
+        return stop + self.refill() * (1 + here)
+
+    def refill(self) -> float:
+        """Return the seconds in which the node computes again what the caches lose in a switch.
+
+        What is used again soon is lost only once, such as a beginning that all prompts share. How
+        much is used again only after longer than the node was watched is a guess: as much between
+        a time and its double as between a quarter and half of the time until now. Mooncake's chats
+        go on like that. All this is at most what a switch leaves behind. It takes along what was
+        used latest.
+        """
+        snapshot, latest = self._snapshot, self._taken_along
+        rate = self._prompt * snapshot.usual_rate
+        found = CACHE_SECONDS * snapshot.hit_share * rate
+        unseen = max(0.0, CACHE_SECONDS * rate - max(latest, snapshot.watched_tokens / 2))
+        unknown = snapshot.late_share / math.log(2) * unseen
+        lost = snapshot.lost_tokens
+        if lost:
+            lost *= math.exp(-latest * snapshot.hit_share / lost)
+        token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
+        return min(found, self._left_behind, lost + unknown) * token
+
+    @property
+    def _output(self) -> float:
+        return max(1.0, self._snapshot.output_tokens)
+
+    @property
+    def _left_behind(self) -> int:
+        """The cached tokens that a switch does not take along."""
+        units = self._snapshot.units
+        return sum(max(0, of_ended(unit) - unit.portable_tokens) for unit in units)
+
+    @property
+    def _prompt(self) -> float:
+        """Tokens of the mean prompt, those that it finds in a cache included."""
+        return self._snapshot.prompt_tokens / max(0.1, 1 - self._snapshot.hit_share)
+
+    @property
+    def _taken_along(self) -> float:
+        """The latest tokens of prompts of which a switch takes along all that is cached."""
+        snapshot = self._snapshot
+        tokens = sum(map(of_ended, snapshot.units)) - self._left_behind
+        return tokens * self._prompt / max(1.0, snapshot.prompt_tokens + snapshot.output_tokens)
+
+    def empty_caches(self) -> EmptyCaches:
+        """Return what requests find after a switch, in which caches are left behind.
+
+        How long ago it was last used is taken to be distributed exponentially.
+        """
+        share, lost = self._snapshot.hit_share, self._snapshot.lost_tokens
+        if not (share and self._left_behind):
+            return EmptyCaches(0.0)
+        return EmptyCaches(lost / share, round(self._taken_along))
+
+    def has_room(self, candidate: Partition) -> bool:
+        """Return whether the requests that a switch moves can take their KV along.
+
+        While it is copied it lies in two places. Without room for that it would be computed again.
+        """
+        moved = [unit for unit in self._snapshot.units if unit.unit not in candidate]
+        return all(
+            free_of_kv(unit) >= LEAST_ROOM * unit.total_blocks for unit in moved if unit.running
+        )
+
+    def _step_seconds(self, unit: UnitState) -> float:
+        context = round(usual_prompt(self._snapshot) + self._output / 2)
+        layout, running = unit.unit.layout, max(1, unit.running)
+        prompts = min(self._snapshot.chunk(layout), unit.prefill_tokens)
+        before = round(usual_prompt(self._snapshot) / 2) if prompts else 0
+        batch = Batch(running, running * context, prompts, before)
+        return self._model.step_seconds(layout, batch, self._snapshot.mode(layout, batch))
+
+    def _copy_seconds(self, candidate: Partition, moved: Sequence[UnitState]) -> float:
+        """Return the seconds of the copies: units read at once, each from one other at a time."""
+        engines = {engine for unit in moved for engine in unit.unit.engines}
+        readers = [unit for unit in candidate if engines.intersection(unit.engines)]
+        widest = max(unit.unit.size for unit in moved)
+        links = sum(min(unit.size, widest) for unit in readers)
+        computed = sum(unit.context_tokens - unit.prefill_tokens for unit in moved)
+        tokens = computed + sum(unit.running for unit in moved) * self._output / 2
+        return self._model.carry_seconds(tokens, max(1, links))
+
+
+def of_ended(unit: UnitState) -> int:
+    """Return the tokens that a unit has cached of requests which have ended."""
+    return max(0, unit.cached_tokens - unit.context_tokens)
+
+
+def free_of_kv(unit: UnitState) -> int:
+    """Return the blocks of a unit in which no running request has KV.
+
+    Those of prompts that wait are not free for others, but have no KV that a switch would copy.
+    """
+    waiting = (blocks_for(n + 1, unit.block_tokens, unit.group_limits) for n in unit.prompts)
+    return unit.free_blocks + sum(waiting)
+
+
+def usual_prompt(snapshot: Snapshot) -> float:
+    """Return the prompt tokens of the mean request, from the present and the latest requests."""
+    here = snapshot.waiting_tokens + sum(unit.context_tokens for unit in snapshot.units)
+    return (here + USUAL * snapshot.prompt_tokens) / (snapshot.requests + USUAL)
