@@ -128,6 +128,7 @@ MAY_IMPORT_MODEL_LIBRARIES = frozenset(
         "shoal.runtime.engine.sequence.peer_exchange_kernel",
         "shoal.runtime.engine.sequence.piecewise_graphs",
         "shoal.runtime.engine.sequence.sequence_plan",
+        "shoal.runtime.engine.sequence.step_adapters",
         "shoal.runtime.engine.sequence.ulysses",
         "shoal.runtime.engine.weights.experts_by_length",
         "shoal.runtime.engine.weights.rules.attention",

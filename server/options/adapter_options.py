@@ -29,13 +29,12 @@ def check_adapters(args: Namespace) -> None:
 
 
 def check_adapters_and_layouts(args: Namespace) -> None:
-    """Refuse what has no adapters: SP, for they are by a step's own order, stages, shared weights.
+    """Refuse what has no adapters: stages and shared weights.
 
     Raises:
         UserError: one of these is asked for beside adapters.
     """
     for flag, value in (
-        ("--max-sp", args.max_sp),
         ("--max-pp", args.max_pp),
         ("--share-weights", args.share_weights),
     ):

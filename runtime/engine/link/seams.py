@@ -100,6 +100,13 @@ SEAMS = (
     Seam(
         "vllm.v1.worker.lora_model_runner_mixin", "LoRAModelRunnerMixin.load_lora_model", "adapters"
     ),
+    Seam(
+        "vllm.v1.worker.lora_model_runner_mixin",
+        "LoRAModelRunnerMixin._set_active_loras",
+        "step_adapters",
+    ),
+    Seam("vllm.lora.worker_manager", "WorkerLoRAManager.set_active_adapters", "step_adapters"),
+    Seam("vllm.lora.layers", "LoRAMapping", "step_adapters"),
     Seam("vllm.lora.layers.utils", "_get_lora_device", "view_loader"),
     Seam("vllm.compilation.wrapper", "TorchCompileWithNoGuardsWrapper.cleanup", "layout_worker"),
     Seam("vllm.v1.worker.gpu_model_runner", "allocate_kv_cache", "kv_cache"),
@@ -201,6 +208,7 @@ SEAMS = (
     Seam("vllm.compilation.cuda_graph", "CUDAGraphWrapper.__call__", "piecewise_graphs"),
     Seam(_DISPATCHER, "CudagraphDispatcher.initialize_cudagraph_keys", "capture_sizes"),
     Seam(_DISPATCHER, "CudagraphDispatcher.dispatch", "capture_sizes"),
+    Seam(_DISPATCHER, "CudagraphDispatcher._get_lora_cases", "capture_sizes"),
     Seam(_V1_RUNNER, "GPUModelRunner._bookkeeping_sync", "seeded_sampling"),
     Seam(_V1_RUNNER, "GPUModelRunner.take_draft_token_ids", "layout_worker"),
     Seam(_V1_RUNNER, "GPUModelRunner.get_draft_model", "layout_worker"),

@@ -69,7 +69,12 @@ class LargerSharesDispatcher(CudagraphDispatcher):  # type: ignore[misc]
 
     def __init__(self, config: VllmConfig, sizes: Sequence[int]) -> None:
         super().__init__(config)
-        self._larger = {size: BatchDescriptor(size) for size in sizes}
+        self._larger = {
+            (size, loras): BatchDescriptor(size, has_lora=loras > 0, num_active_loras=loras)
+            for size in sizes
+            for loras in self._get_lora_cases()
+        }
+        """By tokens and by the number of adapters that vLLM captures a graph for."""
         self._captures = False
 
     @contextmanager
@@ -92,17 +97,23 @@ class LargerSharesDispatcher(CudagraphDispatcher):  # type: ignore[misc]
 
     def dispatch(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """Find what vLLM finds, in its own sizes; while it captures, find larger sizes as well."""
-        if self._captures and self._is_larger(num_tokens, **kwargs):
-            return CUDAGraphMode.PIECEWISE, self._larger[num_tokens]
+        larger = self._larger_one(num_tokens, **kwargs) if self._captures else None
+        if larger is not None:
+            return CUDAGraphMode.PIECEWISE, larger
         return super().dispatch(num_tokens, *args, **kwargs)
 
-    def _is_larger(
-        self, num_tokens: int, valid_modes: Set[CUDAGraphMode] | None = None, **_: Any
-    ) -> bool:
+    def _larger_one(
+        self,
+        num_tokens: int,
+        num_active_loras: int = 0,
+        valid_modes: Set[CUDAGraphMode] | None = None,
+        **_: Any,
+    ) -> BatchDescriptor | None:
         # vLLM runs a size without graphs before it captures it.
         allowed = valid_modes or CUDAGraphMode.valid_runtime_modes()
         mode = CUDAGraphMode.PIECEWISE
-        return mode in allowed and self._larger.get(num_tokens) in self.cudagraph_keys[mode]
+        found = self._larger.get((num_tokens, num_active_loras))
+        return found if mode in allowed and found in self.cudagraph_keys[mode] else None
 
 
 @contextmanager
@@ -113,14 +124,18 @@ def _also_of(model_runner: Any, sizes: Sequence[int]) -> Iterator[None]:
     """
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-    to_capture = model_runner.cudagraph_manager._capture_descs
+    manager = model_runner.cudagraph_manager
+    to_capture = manager._capture_descs
     own = to_capture.get(CUDAGraphMode.PIECEWISE)
     if not own:
         yield
         return
     larger = [
-        BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, num_tokens=size, num_reqs=None)
+        BatchExecutionDescriptor(
+            CUDAGraphMode.PIECEWISE, num_tokens=size, num_reqs=None, num_active_loras=loras
+        )
         for size in sorted(sizes, reverse=True)  # large ones first: small ones reuse their memory
+        for loras in manager.lora_capture_cases
     ]
     to_capture[CUDAGraphMode.PIECEWISE] = [*larger, *own]
     try:

@@ -15,6 +15,7 @@ from shoal.runtime.engine.sequence.head_exchange import HeadExchange
 from shoal.runtime.engine.sequence.peer_exchange import PeerExchange, exchange_memory
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedSteps, largest_share
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
+from shoal.runtime.engine.sequence.step_adapters import StepAdapters
 from shoal.runtime.engine.sequence.ulysses import (
     SequenceParallelModel,
     check_exchangeable,
@@ -25,9 +26,12 @@ from shoal.runtime.protocol.messages import Mode, SpExchange
 
 
 class BySequence:
-    """The ``Execution`` of ``Mode.SP``: while it is entered, a model runner has another model."""
+    """The ``Execution`` of ``Mode.SP``: while it is entered, a model runner has another model.
 
-    __slots__ = ("_own", "_runner", "model")
+    Where there are adapters, it has another LoRA manager, too.
+    """
+
+    __slots__ = ("_manager", "_own", "_runner", "model")
 
     def __init__(self, runner: Any, model: SequenceParallelModel) -> None:
         self._runner, self.model = runner, model
@@ -35,9 +39,14 @@ class BySequence:
     def __enter__(self) -> None:
         self._own = self._runner.model
         self._runner.model = self.model
+        if self.model.adapters is not None:
+            self._manager = self._runner.lora_manager
+            self._runner.lora_manager = self.model.adapters
 
     def __exit__(self, *_: object) -> None:
         self._runner.model = self._own
+        if self.model.adapters is not None:
+            self._runner.lora_manager = self._manager
 
 
 class SequenceParallelism:
@@ -110,7 +119,13 @@ class SequenceParallelism:
         # Connecting takes memory, which vLLM's profiling then finds in use.
         exchange.connect(next(worker.model.parameters()).device)
         model = SequenceParallelModel(
-            worker.model, base.model, base.active, exchange, layers, self.captures[base.layout]
+            worker.model,
+            base.model,
+            base.active,
+            exchange,
+            layers,
+            self.captures[base.layout],
+            _step_adapters(worker, base),
         )
         worker.executions[Mode.SP] = BySequence(worker.model_runner, model)
 
@@ -130,3 +145,10 @@ class SequenceParallelism:
         )
         self._cannot_share |= memory is None
         return memory
+
+
+def _step_adapters(worker: LayoutWorker, base: LayoutWorker) -> StepAdapters | None:
+    """Return what a layout's steps by sequence have for a LoRA manager; None without adapters."""
+    if worker.config.lora_config is None:
+        return None
+    return StepAdapters(worker.model_runner.lora_manager, base.model_runner.lora_manager)

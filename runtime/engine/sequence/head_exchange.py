@@ -51,9 +51,15 @@ class HeadExchange:
         self.num_tokens = num_tokens
         self.share = share or self.share_of(num_tokens)
 
+    @property
+    def own_rows(self) -> range:
+        """This member's share of the step's tokens; those beyond the last one are padding."""
+        return range(self._place * self.share, (self._place + 1) * self.share)
+
     def own(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return a copy of this member's share of ``[tokens]``, padded with zeros."""
-        part = tokens[self._place * self.share : (self._place + 1) * self.share]
+        rows = self.own_rows
+        part = tokens[rows.start : rows.stop]
         return nn.functional.pad(part, (0, self.share - part.shape[0]))
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:

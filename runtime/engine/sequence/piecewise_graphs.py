@@ -47,8 +47,10 @@ class CapturedSteps:
     def __init__(self, *, wanted: bool = False, larger: Sequence[int] = ()) -> None:
         self.wanted = wanted
         self.larger = tuple(larger)
-        self._sizes: list[int] = []
-        self._steps: dict[int, CapturedStep] = {}
+        self._steps: dict[int, dict[int, CapturedStep]] = {}
+        """By kinds of tokens (``StepAdapters.kinds``), then by tokens."""
+        self._sizes: dict[int, list[int]] = {}
+        """By kinds of tokens, few ones first."""
 
     @contextmanager
     def recorded(self, model: nn.Module) -> Iterator[None]:
@@ -58,9 +60,9 @@ class CapturedSteps:
             yield
         finally:
             hook.remove()
-            self._sizes = sorted(self._steps)
+            self._sizes = {kinds: sorted(self._steps[kinds]) for kinds in sorted(self._steps)}
             if self._sizes:
-                most = self._sizes[-1]
+                most = max(sizes[-1] for sizes in self._sizes.values())
                 log.info("steps by sequence may replay graphs of up to %d tokens a member", most)
 
     def _look(self, _model: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
@@ -68,14 +70,25 @@ class CapturedSteps:
         if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE:
             descriptor = context.batch_descriptor
             assert descriptor is not None
-            self._steps[descriptor.num_tokens] = CapturedStep(
+            steps = self._steps.setdefault(descriptor.num_active_loras, {})
+            steps[descriptor.num_tokens] = CapturedStep(
                 descriptor, inputs["input_ids"], inputs["positions"]
             )
 
-    def fitting(self, tokens: int) -> CapturedStep | None:
-        """Return the smallest captured step that holds so many tokens; None: there is none."""
-        place = bisect_left(self._sizes, tokens)
-        return self._steps[self._sizes[place]] if place < len(self._sizes) else None
+    def fitting(self, tokens: int, kinds: int = 0) -> CapturedStep | None:
+        """Return the smallest captured step that holds so many tokens; None: there is none.
+
+        Args:
+            tokens: how many.
+            kinds: how many kinds of them adapters make (``StepAdapters.kinds``). vLLM captures each
+                size for some such numbers: for 0, where a graph has no adapters, and for at least
+                one that no step exceeds (``get_captured_lora_counts``).
+        """
+        for captured, sizes in self._sizes.items():
+            if captured >= kinds:
+                place = bisect_left(sizes, tokens)
+                return self._steps[captured][sizes[place]] if place < len(sizes) else None
+        return None
 
 
 def share_of(base: VllmConfig, members: int) -> int:

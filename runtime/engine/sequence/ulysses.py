@@ -23,6 +23,8 @@ from vllm.v1.attention.backend import AttentionType
 
 from shoal.runtime.engine.sequence.head_exchange import HeadExchange
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedStep, CapturedSteps
+from shoal.runtime.engine.sequence.step_adapters import StepAdapters
+from shoal.runtime.engine.weights.store import without_adapters
 
 # --- what can be exchanged ------------------------------------------------------------------------
 
@@ -95,7 +97,7 @@ def _order_problems(parents: Mapping[nn.Module, nn.Module], layer: Attention) ->
 
     The layout views two projections in that order; nothing else there may know heads apart.
     """
-    others = [child for child in parents[layer].children() if child is not layer]
+    others = [without_adapters(child) for child in parents[layer].children() if child is not layer]
     projections = (QKVParallelLinear, RowParallelLinear)
     for kind in projections:
         if sum(isinstance(child, kind) for child in others) != 1:
@@ -241,6 +243,7 @@ class SequenceParallelModel:
         exchange: the group's exchange.
         layers: see ``exchanged_layers``.
         captured: the base layout's captured steps, which may be replayed.
+        adapters: what the model runner tells of each step's adapters; None: there are none.
     """
 
     def __init__(
@@ -251,6 +254,7 @@ class SequenceParallelModel:
         exchange: HeadExchange,
         layers: Mapping[str, Any],
         captured: CapturedSteps,
+        adapters: StepAdapters | None = None,
     ) -> None:
         self._model = model
         self._base = base
@@ -258,6 +262,8 @@ class SequenceParallelModel:
         self._exchange = exchange
         self._layers = layers
         self._captured = captured
+        self.adapters = adapters
+        """What the model runner has for its LoRA manager while a step runs by sequence."""
 
     def __getattr__(self, name: str) -> Any:
         """Answer as the TP layout's model."""
@@ -272,8 +278,11 @@ class SequenceParallelModel:
     ) -> torch.Tensor:
         """Return the last hidden states of all tokens, ``[tokens, hidden]``, on every member."""
         num_tokens = input_ids.shape[0]
-        captured = self._captured.fitting(self._exchange.share_of(num_tokens))
+        kinds = 0 if self.adapters is None else self.adapters.kinds
+        captured = self._captured.fitting(self._exchange.share_of(num_tokens), kinds)
         with self._entered(num_tokens, captured):
+            if self.adapters is not None:
+                self.adapters.activate(self._exchange.own_rows)
             ids, positions = self._own(input_ids, positions, captured)
             hidden = self._base(
                 input_ids=ids,

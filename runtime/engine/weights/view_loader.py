@@ -84,6 +84,8 @@ def view_weights(
         rule = rule_of(layer)
         of_heads = rule.of_heads and not attention.isdisjoint((name, _parent(name)))
         full = FullLayer(name, full_modules[name], store.tensor)
+        if of_heads and isinstance(layer, LinearBase):
+            layer.tp_rank = heads  # by which vLLM's layer around it divides an adapter (LoRA)
         rule.view(layer, *store.part(full, Shard(heads if of_heads else rank, layout.tp)))
     _check_no_meta(model)
 

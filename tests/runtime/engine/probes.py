@@ -42,6 +42,7 @@ from shoal.runtime.engine.runner import loading, recorder, taking_up
 from shoal.runtime.engine.runner import runner as runner_module
 from shoal.runtime.engine.runner.runner import Runner, run_runner
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedStep
+from shoal.runtime.engine.sequence.step_adapters import StepAdapters
 from shoal.runtime.engine.weights.rules.dense import LinearRule
 from shoal.runtime.engine.weights.rules.expert_ranges import ExpertRange
 from shoal.runtime.engine.weights.rules.formats import owns_weights
@@ -732,6 +733,20 @@ def forget_adapters(runner: ProbedRunner, forget: bool) -> None:
     taking_up.introduce = bare if forget else _introduce
 
 
+def move_adapters(runner: ProbedRunner, layout: Layout, first: int | None) -> None:
+    """Let a member's share of a step have the adapters of the tokens from ``first``; None: its own.
+
+    Beyond the step's tokens there are no adapters.
+    """
+    adapters = runner._workers[layout].executions[Mode.SP].model.adapters
+
+    def activate(own: range) -> None:
+        start = own.start if first is None else first
+        StepAdapters.activate(adapters, range(start, start + len(own)))
+
+    adapters.activate = activate
+
+
 def adapter_bytes(runner: ProbedRunner) -> dict[str, int]:
     """Return the bytes of each layout's slots for adapters."""
     return {of.name: _bytes_of_slots(worker.model) for of, worker in runner._workers.items()}
@@ -847,13 +862,17 @@ def stage_nothing(runner: ProbedRunner, nothing: bool) -> None:
     StagingServer._copied = (lambda *_: "") if nothing else _staged  # type: ignore[method-assign]
 
 
+MANY_KINDS = 99
+"""Of tokens that adapters make, more than any step has."""
+
+
 def pretend_captures(runner: ProbedRunner, *sizes: int) -> None:
     """Let steps by sequence believe in CUDA graphs of so many tokens, of every layout."""
     for captures in runner._loader.by_sequence.captures.values():
         ids = torch.zeros(max(sizes), dtype=torch.int32)
         positions = torch.full((max(sizes),), -1)
-        captures._sizes = sorted(sizes)
-        captures._steps = {
+        captures._sizes = {MANY_KINDS: sorted(sizes)}
+        captures._steps[MANY_KINDS] = {
             size: CapturedStep(BatchDescriptor(size), ids[:size], positions[:size])
             for size in sizes
         }
@@ -863,7 +882,8 @@ def forget_captures(runner: ProbedRunner) -> int:
     """Undo that, and return how many layouts were run so."""
     used = 0
     for captures in runner._loader.by_sequence.captures.values():
-        used += any(step.positions[0] >= 0 for step in captures._steps.values())
+        steps = captures._steps.pop(MANY_KINDS).values()
+        used += any(step.positions[0] >= 0 for step in steps)
         captures._sizes.clear()
     return used
 

@@ -28,6 +28,7 @@ from tests.runtime.engine.scripted_shift import steps_ahead
 from tests.units import tp, tp_units
 
 ENGINES = 4
+SPEC = CheckpointSpec(layers=2, kv_heads=2)
 OPERATIONS = how_many("SHOAL_RANDOM_OPERATIONS", few=500, many=2000)
 SEED = int(os.environ.get("SHOAL_RANDOM_SEED", "20"))
 TOKENS = 12
@@ -89,7 +90,7 @@ class Lived(msgspec.Struct):
 def make_model(directory: Path) -> Path:
     """Write a model with two KV heads: of four members, two hold each."""
     path = directory / "two-kv-heads"
-    write_checkpoint(path, CheckpointSpec(layers=2, kv_heads=2))
+    write_checkpoint(path, SPEC)
     return path
 
 

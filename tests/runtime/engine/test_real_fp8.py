@@ -174,7 +174,7 @@ def test_no_layout_but_dp_owns_weights(node: RealNode) -> None:
 
 
 def test_adapters_go_with_fp8_weights(model: Path, tmp_path: Path) -> None:
-    """DP's tokens are stock's. TP2's are those of stock's TP2, but for near ties, which come late.
+    """DP's tokens are stock's, also by sequence. TP2's are stock TP2's, but for late near ties.
 
     Every second request has the adapter, which is not quantised.
     """
@@ -184,8 +184,9 @@ def test_adapters_go_with_fp8_weights(model: Path, tmp_path: Path) -> None:
     alone_tokens = repacked.stock_alone(model, adapters, **LORA)
     pair_tokens = repacked.stock_pair(model, adapters, **LORA)
     named = [Adapter(adapter.lora_name, adapter.lora_path)]
-    with RealNode(model, 2, dtype=DTYPE, adapters=named, **LORA) as node:
+    with RealNode(model, 2, dtype=DTYPE, adapters=named, max_sp=2, **LORA) as node:
         assert repacked.by_engines(node, adapters) == alone_tokens
+        assert repacked.by_sequence(node, adapters) == alone_tokens
         assert repacked.by_engines(node, repacked.NONE)[1] != alone_tokens[1], "it changes tokens"
         with node.bound(GROUP):
             assert repacked.alike(repacked.by_pair(node, adapters), pair_tokens)

@@ -77,6 +77,21 @@ def by_pair(node: RealNode, adapters: Adapters = NONE) -> Expected:
     ]
 
 
+def by_sequence(node: RealNode, adapters: Adapters = NONE) -> Expected:
+    """Return what the group generates for all prompts at once; its steps run by sequence."""
+    node.probe_all(probes.take_modes)
+    node.script(Script.SP)
+    with node.bound(PAIR):
+        requests = [
+            node.submit(PAIR, [prompt], TOKENS, adapter=adapter)[0]
+            for prompt, adapter in zip(PROMPTS, adapters, strict=True)
+        ]
+        found = node.wait(requests)
+    node.script(Script.TP)
+    assert all(ran[Mode.SP] > 0 for ran in node.probe_all(probes.take_modes))
+    return found
+
+
 def alike(found: Expected, expected: Expected) -> bool:
     """Return whether outputs differ by no more than near ties, which come late."""
     return all(one[:SURE] == other[:SURE] for one, other in zip(found, expected, strict=True))
@@ -114,14 +129,7 @@ def test_a_group_owns_a_share_of_the_repacked_weights_alone(node: RealNode) -> N
 
 def test_steps_by_sequence_generate_stocks_tokens(node: RealNode, expected: Expected) -> None:
     """They run the whole model of DP, on a share of the tokens."""
-    node.probe_all(probes.take_modes)
-    node.script(Script.SP)
-    try:
-        with node.bound(PAIR):
-            assert node.generate(PAIR, PROMPTS, TOKENS) == expected
-    finally:
-        node.script(Script.TP)
-    assert all(ran[Mode.SP] > 0 for ran in node.probe_all(probes.take_modes))
+    assert by_sequence(node) == expected
 
 
 def test_carried_requests_go_on(node: RealNode, expected: Expected) -> None:
@@ -161,7 +169,8 @@ def test_a_group_that_is_formed_anew_loads_its_shards_again(
 def test_other_forms_generate_the_tokens_of_stocks_layout(
     form: Form, llama: Path, tmp_path: Path
 ) -> None:
-    """DP and TP2 round differently. Damage to TP2's shards changes its tokens, and not DP's.
+    """DP and TP2 round differently; steps by sequence round as DP. Damage to TP2's shards changes
+    its tokens, and not DP's.
 
     Each member has some scales whole, and vLLM's kernel for 8 bits hides its weights. Every second
     request has an adapter, which is not quantised.
@@ -173,11 +182,12 @@ def test_other_forms_generate_the_tokens_of_stocks_layout(
     pair_tokens = stock_pair(model, adapters, **LORA)
     assert len({tuple(output) for output in alone_tokens}) == len(PROMPTS)
     named = [Adapter(added.name, str(added))]
-    with RealNode(model, 2, dtype=DTYPE, adapters=named, **LORA) as node:
+    with RealNode(model, 2, dtype=DTYPE, adapters=named, max_sp=2, **LORA) as node:
         for owned in node.probe_all(probes.loaded_bytes):
             assert 0 < owned["tp2"] < owned["dp"]
         assert by_engines(node, adapters) == alone_tokens
         assert by_engines(node, NONE)[1] != alone_tokens[1], "the adapter changes tokens"
+        assert by_sequence(node, adapters) == alone_tokens
         with node.bound(PAIR):
             assert alike(by_pair(node, adapters), pair_tokens)
             node.probe_all(probes.damage_repacked, PAIR.layout)

@@ -58,6 +58,14 @@ def assert_sampled_as_stock_does(result: dict[str, Any]) -> None:
     }
 
 
+def test_steps_by_sequence_have_adapters(result: dict[str, Any]) -> None:
+    found = result["adapted"]
+    assert found["by sequence"] == found["dp"]
+    assert len({tuple(tokens) for outputs in found["dp"] for tokens in outputs}) == 6
+    assert [modes.get("tp", 0) for modes in found["modes"]] == [0, 0]
+    assert all(modes["sp"] > 0 for modes in found["modes"])
+
+
 def test_no_random_operation_changes_a_token(result: dict[str, Any]) -> None:
     life = result["life"]
     assert life["wrong"] == []

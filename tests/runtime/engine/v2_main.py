@@ -3,9 +3,11 @@
 Run as ``python -m tests.runtime.engine.v2_main DIRECTORY OPERATIONS``. Writes to standard output,
 as JSON, what stock vLLM and each layout of two engines that share weights generate for the same
 prompts, whether the members of their group sample alike, and what became of requests that switches
-moved or carried. Then four engines lead a random life of so many operations (``random_life``).
+moved or carried. Then four engines lead a random life of so many operations (``random_life``), and
+two more generate with adapters.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -14,12 +16,15 @@ from unittest.mock import patch
 
 import msgspec
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import StructuredOutputsParams
 
 from shoal.policies.values.layouts import alone
+from shoal.runtime.config import Adapter
 from shoal.runtime.controller.books import capacity
 from shoal.runtime.protocol import messages as m
+from tests.random_adapter import write_adapter
 from tests.runtime.engine import probes, random_life, real_node, v2_program
 from tests.runtime.engine.prompts import SHARED, random_prompts
 from tests.runtime.engine.scripted_shift import Script
@@ -27,6 +32,7 @@ from tests.units import tp
 
 PROMPTS = [*random_prompts((5, 33, 70), seed=3), SHARED[0][:90]]
 TOKENS = 12
+FEW_TOKENS = 6
 SAMPLED_TOKENS = 32
 """Of requests that two switches carry: so many that none ends before the second one."""
 PATIENCE_SECONDS = 600.0
@@ -131,6 +137,31 @@ def live(model: Path, expected: list[list[int]], operations: int) -> random_life
         return random_life.live(node, expected, operations)
 
 
+def adapted(model: Path, directory: Path) -> dict[str, Any]:
+    """Return what engines alone and their group by sequence generate with two adapters and none."""
+    adapters: list[LoRARequest | None] = [None]
+    for number in (1, 2):
+        path = directory / f"adapter-{number}"
+        write_adapter(path, random_life.SPEC, seed=number)
+        adapters.append(LoRARequest(path.name, number, str(path)))
+    named = [Adapter(each.lora_name, each.lora_path) for each in adapters if each is not None]
+    sizes: dict[str, Any] = {"patience": PATIENCE_SECONDS, "environment": V2, "max_sp": 2}
+    lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+    found: dict[str, Any] = {}
+    with real_node.RealNode(model, 2, adapters=named, **sizes, **lora) as node:
+        node.script(Script.SP)
+        for name, units in (("dp", UNITS), ("by sequence", [GROUP])):
+            node.switch(*units)
+            node.probe_all(probes.take_modes)
+            requests = [
+                node.submit(unit, PROMPTS[:3:2], FEW_TOKENS, adapter=adapter)
+                for unit, adapter in zip(itertools.cycle(units), adapters, strict=False)
+            ]
+            found[name] = [node.wait(each) for each in requests]
+        found["modes"] = node.probe_all(probes.take_modes)
+    return found
+
+
 def main(directory: Path, operations: int) -> dict[str, Any]:
     real_node.PATIENCE_SECONDS = PATIENCE_SECONDS
     model = random_life.make_model(directory)
@@ -184,6 +215,7 @@ def main(directory: Path, operations: int) -> dict[str, Any]:
         "sample alike": dict(zip(("one has drawn", "bound again"), alike, strict=True)),
         "problems": problems,
         "life": msgspec.to_builtins(lived),
+        "adapted": adapted(model, directory),
     }
 
 

@@ -52,9 +52,9 @@ def test_adapters_that_requests_could_not_name_are_refused(args: Namespace, said
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize("name", ["max_sp", "max_pp", "share_weights"])
+@pytest.mark.parametrize("name", ["max_pp", "share_weights"])
 def test_layouts_that_have_no_adapters_are_refused_beside_them(name: str) -> None:
-    check_adapters_and_layouts(options("poet"))
+    check_adapters_and_layouts(options("poet", max_sp=4))
     check_adapters_and_layouts(options(enable_lora=False, **{name: 4}))
     flag = name.replace("_", "-")
     with pytest.raises(UserError, match=rf"^--{flag} 4: it must be 1 with --enable-lora$"):

@@ -2,6 +2,7 @@
 
 from argparse import ArgumentError, ArgumentParser, Namespace
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from shoal.server.options.shift_options import (
     add_shift_options,
     automatic_max_sp,
     check_shift,
+    choose_max_sp,
 )
 
 
@@ -65,6 +67,25 @@ def test_on_gpus_the_largest_group_runs_by_sequence() -> None:
 )
 def test_elsewhere_none_does(model: Model, on_gpus: bool) -> None:
     assert automatic_max_sp(model, 4, on_gpus=on_gpus) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "options", "chosen"),
+    [
+        pytest.param((), {}, 4, id="plain"),
+        pytest.param((), {"enable_lora": True}, 4, id="adapters"),
+        pytest.param((), {"speculative_config": {"method": "ngram"}}, 1, id="drafts"),
+        pytest.param(("--max-sp", "2"), {"enable_lora": True}, 2, id="chosen by the user"),
+    ],
+)
+def test_sp_is_the_default_on_gpus_unless_steps_check_drafts(
+    argv: tuple[str, ...], options: dict[str, Any], chosen: int
+) -> None:
+    args = parsed(*argv)
+    vars(args).update({"policy": "adaptive", "enable_lora": False, "speculative_config": None})
+    vars(args).update(options)
+    choose_max_sp(args, Model(), 4, on_gpus=True)
+    assert args.max_sp == chosen
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ import torch
 import vllm.v1.worker.gpu.cudagraph_utils as v2_graphs
 from vllm.compilation import breakable_cudagraph
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig
+from vllm.config.lora import LoRAConfig
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.lora_utils import get_lora_capture_cases
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from shoal.runtime.engine.sequence.capture_sizes import (
@@ -24,6 +26,8 @@ from shoal.runtime.engine.sequence.capture_sizes import (
 OWN_SIZES = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
 """What vLLM captures by default."""
 LARGER = [*range(576, 1025, 64), *range(1152, 2049, 128)]
+LORA = LoRAConfig(max_loras=3)
+SPECIALISED = LoRAConfig(max_loras=3, specialize_active_lora=True)
 MODES = [
     CUDAGraphMode.FULL_AND_PIECEWISE,
     CUDAGraphMode.PIECEWISE,
@@ -34,10 +38,13 @@ MODES = [
 
 
 def graph_config(
-    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE, sizes: list[int] = OWN_SIZES
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
+    sizes: list[int] = OWN_SIZES,
+    lora: LoRAConfig | None = None,
 ) -> VllmConfig:
     """Return a configuration as on a GPU: vLLM's for CPUs has no graphs."""
     config = VllmConfig()
+    config.lora_config = lora
     compilation = config.compilation_config
     compilation.mode = CompilationMode.VLLM_COMPILE
     compilation.splitting_ops = list(CompilationConfig._attention_ops)
@@ -85,7 +92,7 @@ class V1Runner:
         self.compilation_config = config.compilation_config
         self.parallel_config = config.parallel_config
         self.load_config = config.load_config
-        self.lora_config = None
+        self.lora_config = config.lora_config
         self.model_config = SimpleNamespace(is_encoder_decoder=False)
         self.input_batch = SimpleNamespace(lora_id_to_lora_request={})
         self.uniform_decode_query_len = 1
@@ -118,6 +125,7 @@ class V1Runner:
         num_tokens: int,
         cudagraph_runtime_mode: CUDAGraphMode,
         uniform_decode: bool = False,
+        num_active_loras: int = 0,
         **_: Any,
     ) -> None:
         """As vLLM's finds the mode and the descriptor, and checks that it is the asked one."""
@@ -128,13 +136,13 @@ class V1Runner:
             max_num_scheduled_tokens=1 if uniform_decode else num_tokens,
             force_eager=cudagraph_runtime_mode == CUDAGraphMode.NONE,
             force_uniform_decode=uniform_decode,
-            force_has_lora=False,
-            force_num_active_loras=0,
+            force_has_lora=num_active_loras > 0,
+            force_num_active_loras=num_active_loras,
         )
         assert mode == cudagraph_runtime_mode
         self.ran.append((mode, descriptor))
 
-    def maybe_remove_all_loras(self, _config: None) -> None:
+    def maybe_remove_all_loras(self, _config: LoRAConfig | None) -> None:
         pass
 
     def captured(self, mode: CUDAGraphMode) -> list[int]:
@@ -162,8 +170,12 @@ def test_a_runner_that_is_dropped_goes_at_once() -> None:
         gc.enable()
 
 
-def v1_runner(*larger: int, mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE) -> Any:
-    runner = V1Runner(graph_config(mode))
+def v1_runner(
+    *larger: int,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
+    lora: LoRAConfig | None = None,
+) -> Any:
+    runner = V1Runner(graph_config(mode, lora=lora))
     if larger:
         capture_also(runner, larger)
     return runner
@@ -195,6 +207,22 @@ def test_v1_runs_each_without_a_graph_first_and_finds_it_by_its_tokens_alone() -
     assert runner.ran[:2] == [
         (CUDAGraphMode.NONE, largest),
         (CUDAGraphMode.PIECEWISE, largest),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lora", "cases"), [(LORA, [4, 0]), (SPECIALISED, [4, 2, 1, 0])], ids=["plain", "specialised"]
+)
+def test_v1_captures_them_with_adapters_and_without(lora: LoRAConfig, cases: list[int]) -> None:
+    """As often as its own sizes: for all slots and no adapter, and for fewer if asked to."""
+    runner = v1_runner(2048, 576, lora=lora)
+    runner.initialize_kv_cache()
+    runner.capture_model()
+    found = [each for mode, each in runner.ran if mode is CUDAGraphMode.PIECEWISE]
+    assert found[: 3 * len(cases)] == [
+        BatchDescriptor(size, has_lora=loras > 0, num_active_loras=loras)
+        for size in (2048, 576, 512)
+        for loras in cases
     ]
 
 
@@ -263,11 +291,17 @@ class V2Runner:
         self.vllm_config = config
         self.cudagraph_manager: CudaGraphManager | None = None
         self.captured: list[int] = []
+        self.loras: list[int] = []
 
     def initialize_kv_cache(self) -> None:
         mode = self.vllm_config.compilation_config.cudagraph_mode
         device = torch.device("cpu")
-        self.cudagraph_manager = CudaGraphManager(self.vllm_config, device, mode, 1)
+        cases = get_lora_capture_cases(
+            self.vllm_config.lora_config, self.vllm_config.compilation_config
+        )
+        self.cudagraph_manager = CudaGraphManager(
+            self.vllm_config, device, mode, 1, lora_capture_cases=cases
+        )
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         assert self.cudagraph_manager is not None
@@ -280,6 +314,7 @@ class V2Runner:
             if mode is CUDAGraphMode.PIECEWISE:
                 assert desc.num_reqs is None
                 self.captured.append(desc.num_tokens)
+                self.loras.append(desc.num_active_loras)
 
         assert warmup
         return run
@@ -295,8 +330,12 @@ def v2(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def v2_runner(*larger: int, mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE) -> Any:
-    runner = V2Runner(graph_config(mode))
+def v2_runner(
+    *larger: int,
+    mode: CUDAGraphMode = CUDAGraphMode.PIECEWISE,
+    lora: LoRAConfig | None = None,
+) -> Any:
+    runner = V2Runner(graph_config(mode, lora=lora))
     if larger:
         capture_also(runner, larger)
     runner.initialize_kv_cache()
@@ -317,6 +356,14 @@ def test_v2_captures_them_largest_first(profile_only: bool) -> None:
         runner.initialize_kv_cache()
         runner.capture_model(profile_only=profile_only)
     assert runner.captured == 2 * [*LARGER[::-1], *OWN_SIZES[::-1]]
+
+
+@pytest.mark.usefixtures("v2")
+def test_v2_captures_them_with_adapters_and_without() -> None:
+    runner = v2_runner(2048, 576, lora=LORA)
+    runner.capture_model()
+    assert runner.captured[:6] == [2048, 2048, 576, 576, 512, 512]
+    assert [set(runner.loras[at : at + 2]) for at in (0, 2, 4)] == [{0, 4}] * 3
 
 
 @pytest.mark.usefixtures("v2")

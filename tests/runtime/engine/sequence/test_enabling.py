@@ -46,16 +46,20 @@ def prepared(by_sequence: SequenceParallelism, layout: Layout) -> Any:
     return worker
 
 
-def test_the_model_is_another_while_a_step_runs_by_sequence() -> None:
-    runner, model = SimpleNamespace(model="own"), Any
+@pytest.mark.parametrize("own", [{"model": "own"}, {"model": "own", "lora_manager": "own manager"}])
+def test_the_model_is_another_while_a_step_runs_by_sequence(own: dict[str, str]) -> None:
+    """And so is the LoRA manager, where there is one."""
+    runner, adapters = SimpleNamespace(**own), "step's" if "lora_manager" in own else None
+    model: Any = SimpleNamespace(adapters=adapters)
     by_sequence = BySequence(runner, model)
     for _ in range(2):
         with by_sequence:
             assert runner.model is model
-        assert runner.model == "own"
+            assert getattr(runner, "lora_manager", None) is adapters
+        assert vars(runner) == own
     with pytest.raises(MemoryError), by_sequence:
         raise MemoryError
-    assert runner.model == "own"
+    assert vars(runner) == own
 
 
 def test_graphs_of_a_base_are_captured_and_watched(monkeypatch: pytest.MonkeyPatch) -> None:

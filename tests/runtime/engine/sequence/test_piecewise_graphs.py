@@ -1,6 +1,7 @@
 """Which of a layout's CUDA graphs a step by sequence may replay."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,22 +20,32 @@ class Model(nn.Module):
 
 
 def run(
-    model: nn.Module, buffers: torch.Tensor, tokens: int, mode: CUDAGraphMode = CUDAGraphMode.NONE
+    model: nn.Module,
+    buffers: torch.Tensor,
+    tokens: int,
+    mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    loras: int = 0,
 ) -> None:
     """Run the model on the first tokens of what lies in the buffers, as vLLM does to capture it."""
     context = ForwardContext({}, {}, {}, cudagraph_runtime_mode=mode)
-    context.batch_descriptor = BatchDescriptor(tokens)
+    context.batch_descriptor = captured_as(tokens, loras)
     with override_forward_context(context):
         model(input_ids=buffers[0, :tokens], positions=buffers[1, :tokens], inputs_embeds=None)
 
 
-def capture(buffers: torch.Tensor, sizes: Iterable[int]) -> CapturedSteps:
-    """Return what is known of a model after captures of these numbers of tokens."""
+def captured_as(tokens: int, loras: int = 0) -> BatchDescriptor:
+    return BatchDescriptor(tokens, has_lora=loras > 0, num_active_loras=loras)
+
+
+def capture(
+    buffers: torch.Tensor, sizes: Iterable[int], loras: Sequence[int] = (0,)
+) -> CapturedSteps:
+    """Return what is known of a model after captures of these numbers of tokens and adapters."""
     captured, model = CapturedSteps(), Model()
     with captured.recorded(model):
-        for tokens in sizes:
+        for tokens, active in product(sizes, loras):
             run(model, buffers, tokens)
-            run(model, buffers, tokens, CUDAGraphMode.PIECEWISE)
+            run(model, buffers, tokens, CUDAGraphMode.PIECEWISE, active)
     return captured
 
 
@@ -48,10 +59,34 @@ def test_the_smallest_that_holds_a_share_is_taken(tokens: int, size: int) -> Non
         assert (read.data_ptr(), read.shape) == (buffer.data_ptr(), (size,))
 
 
+@pytest.mark.parametrize(
+    ("loras", "kinds", "found"),
+    [
+        pytest.param((5, 0), 0, 0, id="without adapters"),
+        pytest.param((5, 0), 2, 5, id="with some"),
+        pytest.param((5,), 0, 5, id="only graphs with adapters were captured"),
+        pytest.param((5, 4, 2, 1, 0), 2, 2, id="as many as a graph has"),
+        pytest.param((5, 4, 2, 1, 0), 3, 4, id="fewer than a graph has"),
+    ],
+)
+def test_graphs_have_adapters_where_the_step_has_some(
+    loras: tuple[int, ...], kinds: int, found: int
+) -> None:
+    """A graph's kernels are launched for so many adapters, the tokens without one counted too."""
+    buffers = torch.zeros(2, 8, dtype=torch.int64)
+    captured = capture(buffers, (8, 4), loras)
+    for tokens, size in ((3, 4), (5, 8)):
+        step = captured.fitting(tokens, kinds)
+        assert step is not None
+        assert step.descriptor == captured_as(size, found)
+    assert captured.fitting(9, kinds) is None
+
+
 def test_there_may_be_none() -> None:
     buffers = torch.zeros(2, 8, dtype=torch.int64)
     assert capture(buffers, sizes=(8, 4)).fitting(9) is None
     assert capture(buffers, sizes=()).fitting(1) is None
+    assert capture(buffers, sizes=(8, 4)).fitting(1, kinds=2) is None
 
 
 def test_warm_up_runs_and_whole_graphs_are_not_taken() -> None:

@@ -15,6 +15,7 @@ from vllm.forward_context import (
     get_forward_context,
     override_forward_context,
 )
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -31,7 +32,7 @@ from shoal.runtime.engine.sequence.ulysses import (
     exchanged_bytes,
 )
 from tests.runtime.engine.one_rank import tensor_parallel
-from tests.runtime.engine.sequence.test_piecewise_graphs import capture
+from tests.runtime.engine.sequence.test_piecewise_graphs import capture, captured_as
 
 HEADS, SIZE = 8, 8
 
@@ -42,6 +43,10 @@ class Halves:
     """An exchange of two members that is no exchange: this member has the first half."""
 
     share = 0
+
+    @property
+    def own_rows(self) -> range:
+        return range(self.share)
 
     def share_of(self, num_tokens: int) -> int:
         return num_tokens // 2
@@ -56,10 +61,15 @@ class Halves:
         return torch.cat([hidden, hidden], dim=-1)
 
 
-def stand_in(base: Any, layers: dict[str, Any], captured: CapturedSteps | None = None) -> Any:
-    exchange: Any = Halves()
-    captured = captured or CapturedSteps()
-    return SequenceParallelModel(nn.Module(), base, nullcontext, exchange, layers, captured)
+def stand_in(
+    base: Any,
+    layers: dict[str, Any],
+    captured: CapturedSteps | None = None,
+    adapters: Any = None,
+) -> Any:
+    return SequenceParallelModel(
+        nn.Module(), base, nullcontext, Halves(), layers, captured or CapturedSteps(), adapters
+    )
 
 
 def test_the_base_runs_in_a_context_of_its_own() -> None:
@@ -131,6 +141,33 @@ def test_what_graphs_were_captured_for_is_replayed_on_a_padded_share(
     assert outside.cudagraph_runtime_mode is CUDAGraphMode.NONE
 
 
+class Adapters:
+    """``StepAdapters`` of a step of so many kinds of tokens."""
+
+    def __init__(self, kinds: int) -> None:
+        self.kinds = kinds
+        self.active: range | None = None
+
+    def activate(self, rows: range) -> None:
+        self.active = rows
+
+
+@pytest.mark.parametrize(("kinds", "loras"), [(0, 0), (3, 5)])
+def test_the_base_has_the_adapters_of_the_padded_share_and_graphs_that_have_some(
+    kinds: int, loras: int
+) -> None:
+    captured, adapters = capture(torch.zeros(2, 8), (8, 4), loras=(5, 0)), Adapters(kinds)
+
+    def base(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        assert get_forward_context().batch_descriptor == captured_as(8, loras)
+        assert adapters.active == range(8)
+        return input_ids
+
+    with override_forward_context(ForwardContext({}, {}, {})):
+        stand_in(base, {}, captured, adapters)(torch.arange(14), torch.arange(14))
+    assert adapters.active == range(8)
+
+
 # --- refusals ---
 
 
@@ -182,6 +219,16 @@ def test_plain_attention_is_exchanged_in_any_order(config: Any) -> None:
     for reorders in (False, True):
         config.compilation_config.static_forward_context.clear()
         check_exchangeable(config, Layer(plain()), reorders=reorders)
+
+
+def test_adapters_are_no_obstacle(config: Any) -> None:
+    """vLLM has put its layers for them around the projections."""
+    layer = Layer(plain())
+    for name in ("qkv_proj", "o_proj"):
+        wrapper = BaseLayerWithLoRA()
+        wrapper.base_layer = getattr(layer, name)
+        setattr(layer, name, wrapper)
+    check_exchangeable(config, layer, reorders=True)
 
 
 def test_a_sliding_window_is_no_obstacle(config: Any) -> None:

@@ -8,6 +8,7 @@ import torch
 import vllm.model_executor.layers.linear as linear
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.lora.layers import MergedQKVParallelLinearWithLoRA, RowParallelLinearWithLoRA
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -26,7 +27,12 @@ from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.store import ResidentWeights
-from shoal.runtime.engine.weights.view_loader import arrange_weights, load_owned, view_weights
+from shoal.runtime.engine.weights.view_loader import (
+    arrange_weights,
+    load_owned,
+    show_weights,
+    view_weights,
+)
 from tests.runtime.engine.one_rank import ranks, tensor_parallel
 from tests.runtime.engine.owned_bytes import owned_bytes
 
@@ -226,6 +232,27 @@ def test_attention_may_take_another_shard_than_its_rank(
     for name in ("down_proj", "column"):
         assert torch.equal(getattr(viewed.mlp, name).weight, getattr(mlp, name).weight)
     assert owned_bytes(viewed, dp) == 0
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_adapters_are_divided_as_the_heads_are(kv_heads: int) -> None:
+    """vLLM's layers around those of attention cut the part of an adapter by themselves."""
+    dp = Block(full(kv_heads))
+    with tensor_parallel(1, 4):
+        viewed = Block(Layer(SharedWeights(views=True), kv_heads, bias=True))
+        view_weights(viewed, ResidentWeights(dp), Layout(tp=4), 1, 2)
+    show_weights(viewed)
+    query, kv = HEADS * HEAD_DIM, kv_heads * HEAD_DIM
+    parts = [torch.arange(size).unsqueeze(1) for size in (query, kv, kv)]
+    found = MergedQKVParallelLinearWithLoRA(viewed.self_attn.qkv_proj).slice_lora_b(parts)
+    own_kv, first = max(kv // 4, HEAD_DIM), 2 * kv // 4 // HEAD_DIM * HEAD_DIM
+    expected = [torch.arange(2 * query // 4, 3 * query // 4), torch.arange(first, first + own_kv)]
+    for part, rows in zip(found, [*expected, expected[1]], strict=True):
+        assert torch.equal(part, rows.unsqueeze(1))
+    for layer, heads in ((viewed.self_attn.o_proj, 2), (viewed.mlp.down_proj, 1)):
+        adapted = RowParallelLinearWithLoRA(layer)
+        columns = torch.arange(4 * adapted.input_size).unsqueeze(0)
+        assert torch.equal(adapted.slice_lora_a(columns), columns.chunk(4, 1)[heads])
 
 
 def test_owned_bytes_counts_what_is_not_shared() -> None:
