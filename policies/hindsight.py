@@ -173,6 +173,7 @@ def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]
             prices=prices_of(snapshot, layout),
             output=snapshot.output_tokens,
             short_first=snapshot.short_first,
+            drafts=model.speculation.drafts,
         )
     return terms
 
@@ -180,7 +181,6 @@ def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]
 def begin(snapshot: Snapshot, candidates: Collection[Partition], terms: TermsOf) -> Hindsight:
     """Return shadows that begin with what is on the node now."""
     here = on_node(snapshot)
-
     layouts = (unit.layout for unit in snapshot.partition)
     current = fork(layouts, here, snapshot.now, terms)
     trials = tuple((candidate, Trial(current, 0.0)) for candidate in candidates)

@@ -91,6 +91,8 @@ class Terms(NamedTuple):
     """Tokens of the mean output."""
     short_first: bool = True
     """See ``Snapshot``."""
+    drafts: float = 0.0
+    """See ``Speculation``."""
 
     def turn(self, job: "Job") -> float:
         """Return when it is a prompt's turn (``unit_costs.patience``)."""
@@ -101,7 +103,7 @@ class Terms(NamedTuple):
 
     def prompts(self, tokens: int, context: float, pairs: float, decodes: int) -> float:
         """Return the seconds of a step with prompts."""
-        pace = self.sp if tokens > self.above else self.tp
+        pace = self.sp if tokens + self.drafts * decodes > self.above else self.tp
         return pace.step(tokens, context, context + pairs, decodes)
 
 
