@@ -48,7 +48,7 @@ from shoal.server.options.serve_options import (
     with_chosen,
 )
 from shoal.server.options.sharing_options import check_shared_model, settle_share, sharing_settings
-from shoal.server.options.shift_options import AUTO, automatic_max_sp, check_shift
+from shoal.server.options.shift_options import check_shift, settle_sp
 from shoal.server.options.speculation_options import check_speculation_and_layouts
 from shoal.server.options.step_options import settle_full_graphs, step_settings
 from shoal.server.options.tier_option import carry_settings
@@ -307,13 +307,10 @@ def _settle(args: Namespace, vllm_config: Any, max_group: int, *, on_gpus: bool)
     Raises:
         UserError: the options of layouts and this model do not go together.
     """
-    if args.max_sp == AUTO:
-        able = on_gpus and not (args.enable_lora or args.speculative_config)
-        args.max_sp = automatic_max_sp(vllm_config.model_config, max_group, on_gpus=able)
-        check_shift(args, [args.policy], max_group)
+    settle_sp(args, vllm_config.model_config, max_group, on_gpus=on_gpus)
     settle_full_graphs(args, has_experts=vllm_config.model_config.is_moe)
     check_adapters_and_layouts(args)
-    check_speculation_and_layouts(args)
+    check_speculation_and_layouts(args, max_group)
     check_images_and_layouts(args, vllm_config)
     check_shared_model(args.share_weights, vllm_config, max(max_group, args.share_weights))
     check_repacked(vllm_config, max_group, args.max_sp, args.max_pp, args.share_weights)

@@ -67,6 +67,24 @@ def automatic_max_sp(model: Any, max_group: int, *, on_gpus: bool) -> int:
     return max_group if on_gpus and known and tokens else 1
 
 
+def settle_sp(args: Namespace, model: Any, max_group: int, *, on_gpus: bool) -> None:
+    """Choose ``--max-sp`` if the user has not: 1 beside adapters, which SP does not go with.
+
+    Args:
+        args: the parsed arguments, which get the degree.
+        model: vLLM's ``ModelConfig``.
+        max_group: largest group of the node.
+        on_gpus: whether real engines run on GPUs.
+
+    Raises:
+        UserError: it is 1, and something else needs more.
+    """
+    if args.max_sp == AUTO:
+        able = on_gpus and not args.enable_lora
+        args.max_sp = automatic_max_sp(model, max_group, on_gpus=able)
+        check_shift(args, [args.policy], max_group)
+
+
 def _threshold(text: str) -> ShiftThreshold:
     try:
         return parse_threshold(text)

@@ -2,6 +2,7 @@
 
 from argparse import ArgumentError, ArgumentParser, Namespace
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from shoal.server.options.shift_options import (
     add_shift_options,
     automatic_max_sp,
     check_shift,
+    settle_sp,
 )
 
 
@@ -65,6 +67,33 @@ def test_on_gpus_the_largest_group_runs_by_sequence() -> None:
 )
 def test_elsewhere_none_does(model: Model, on_gpus: bool) -> None:
     assert automatic_max_sp(model, 4, on_gpus=on_gpus) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "degree"),
+    [
+        ({}, 4),
+        ({"speculative_config": {"method": "eagle3"}}, 4),
+        ({"enable_lora": True}, 1),
+        ({"max_sp": 2}, 2),
+    ],
+    ids=["alone", "with speculation", "with adapters", "chosen by the user"],
+)
+def test_what_is_served_on_gpus_says_whether_steps_run_by_sequence(
+    options: dict[str, Any], degree: int
+) -> None:
+    args = parsed()
+    others = {"enable_lora": False, "speculative_config": None, "policy": "static-tp"}
+    vars(args).update(others | options)
+    settle_sp(args, Model(), 4, on_gpus=True)
+    assert args.max_sp == degree
+
+
+def test_a_policy_that_needs_sp_is_refused_where_there_is_none() -> None:
+    args = parsed()
+    vars(args).update(enable_lora=True, policy="shift")
+    with pytest.raises(UserError, match="--policy shift needs --max-sp"):
+        settle_sp(args, Model(), 4, on_gpus=True)
 
 
 @pytest.mark.parametrize(
