@@ -108,10 +108,12 @@ class UnitPace:
     """Requests that the unit decodes at once."""
     chunk: int = CHUNK_TOKENS
     """Most prompt tokens of a step."""
+    checked: float = 1.0
+    """Tokens that a decode computes in a step: its own, and the proposed ones that it checks."""
 
-    def added(self, tokens: float) -> Added:
-        """Return what prompts add to a step of so many tokens, those of decodes included."""
-        return self.sp if tokens > self.above else self.tp
+    def added(self, decoding: float, prompts: float) -> Added:
+        """Return what prompts of so many tokens add to a step in which requests decode."""
+        return self.sp if self.checked * decoding + prompts > self.above else self.tp
 
     def step(self, decoding: float) -> float:
         """Return the seconds of a step without prompts."""
@@ -158,7 +160,7 @@ def pace_of(snapshot: Snapshot, model: StepPredictor, layout: Layout, work: Work
     state = snapshot.layout(layout)
     seats = math.inf if state is None else state.seats(work.prompt + work.output / 2)
     sp = tp if math.isinf(above) else added(Mode.SP)
-    return UnitPace(steps, tp, sp, above, seats, snapshot.chunk(layout))
+    return UnitPace(steps, tp, sp, above, seats, snapshot.chunk(layout), model.speculation.checked)
 
 
 def flow(
@@ -213,7 +215,7 @@ def _steps(
         chunk: prompt tokens of a step that has one prompt.
         prompts: number of prompts that wait. Where they are few, units have one only at times.
     """
-    step, added = pace.step(decoding), pace.added(decoding + chunk)
+    step, added = pace.step(decoding), pace.added(decoding, chunk)
     fixed, often = added.fixed(decoding), rate / chunk
     longer = fixed + chunk * added.token
     if often * (step + longer) <= 1:
@@ -221,7 +223,7 @@ def _steps(
         wait = (often * length * length + min(1.0, decoding) * step) / 2
         return length, step / (1 - often * longer), 1.0, wait
     size = min(_size(added, step + fixed, rate, chunk), pace.chunk)
-    if pace.added(decoding + size) is not added:
+    if pace.added(decoding, size) is not added:
         added = pace.sp
         fixed = added.fixed(decoding)
         size = min(_size(added, step + fixed, rate, chunk), pace.chunk)

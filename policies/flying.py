@@ -20,6 +20,7 @@ only if DP is clearly faster; otherwise it would interrupt all running requests 
 The same holds where engines share weights: DP, which reads the rest from others, must hide this.
 """
 
+import math
 from dataclasses import dataclass
 
 from shoal.policies.static import dispatch_least_loaded, place_group, with_singles
@@ -227,8 +228,9 @@ def _engine_seconds(snapshot: Snapshot, model: StepPredictor, layout: Layout) ->
 
     prompt, output = round(usual_prompt(snapshot)), snapshot.output_tokens
     full = _seats(snapshot, layout, prompt + output)
-    in_tp = dict(snapshot.sp_above).get(layout, full + prompt) - prompt
-    return min(share(decodes) for decodes in {full, max(1, min(full, in_tp))})
+    above = dict(snapshot.sp_above).get(layout, math.inf)
+    in_tp = min(full, (above - prompt) / model.speculation.checked)
+    return min(share(decodes) for decodes in {full, max(1, int(in_tp))})
 
 
 def _seats(snapshot: Snapshot, layout: Layout, tokens: float) -> int:

@@ -37,6 +37,8 @@ class Terms(NamedTuple):
     """Tokens of the mean output."""
     short_first: bool = True
     """See ``Snapshot``."""
+    drafts: float = 0.0
+    """See ``Speculation``."""
 
     def turn(self, job: Job) -> float:
         """Return when it is a prompt's turn (``unit_costs.patience``); urgent ones go first."""
@@ -47,7 +49,7 @@ class Terms(NamedTuple):
 
     def prompts(self, tokens: int, context: float, pairs: float, decodes: int) -> float:
         """Return the seconds of a step with prompts."""
-        pace = self.sp if tokens > self.above else self.tp
+        pace = self.sp if tokens + self.drafts * decodes > self.above else self.tp
         return pace.step(tokens, context, context + pairs, decodes)
 
 
@@ -73,5 +75,6 @@ def terms_of(snapshot: Snapshot, model: StepPredictor, layouts: Iterable[Layout]
             prices=prices_of(snapshot, layout),
             output=snapshot.output_tokens,
             short_first=snapshot.short_first,
+            drafts=model.speculation.drafts,
         )
     return terms

@@ -47,11 +47,11 @@ from functools import lru_cache
 
 from shoal.policies.cost.correction import KNOWN, MAX_CORRECTION, Correction
 from shoal.policies.cost.same import Same
-from shoal.policies.cost.speculation import NOT_SEEN, Speculation
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import Layout
 from shoal.policies.values.level import WHOLE, Level
 from shoal.policies.values.pace import Pace
+from shoal.policies.values.speculation import NOT_SEEN, Speculation
 
 MOST_TOKENS = 1 << 20
 """No step has so many."""

@@ -14,6 +14,7 @@ from shoal.policies.values.layouts import Layout, Unit, layouts_up_to
 from shoal.policies.values.level import Level
 from shoal.policies.values.pace import Pace
 from shoal.policies.values.partition import Partition
+from shoal.policies.values.speculation import Speculation
 
 NORMAL_PRIORITY = 0
 """The priority of requests that do not name one; lower numbers are urgent."""
@@ -174,6 +175,10 @@ class LayoutState:
 
 class StepPredictor(Protocol):
     """What policies may ask of the cost model (``policies.cost``); it may have further methods."""
+
+    @property
+    def speculation(self) -> Speculation:
+        """What decodes check and accept, where the node speculates."""
 
     def step_seconds(self, layout: Layout, batch: Batch, mode: Mode = Mode.TP) -> float:
         """Return the predicted seconds of a step of a unit, for each token that its decodes get."""
@@ -369,6 +374,11 @@ class Snapshot:
         return min(most, state.mixed_tokens or most) if state is not None else most
 
     def mode(self, layout: Layout, batch: Batch) -> Mode:
-        """Return the mode in which a unit of this layout runs a step."""
+        """Return the mode in which a unit of this layout runs a step.
+
+        All its tokens count, those too that decodes check as far as the cost model knows of them.
+        """
         above = dict(self.sp_above).get(layout)
-        return Mode.TP if above is None or batch.tokens <= above else Mode.SP
+        drafts = 0.0 if self.cost_model is None else self.cost_model.speculation.drafts
+        tokens = batch.tokens + drafts * batch.decodes
+        return Mode.TP if above is None or tokens <= above else Mode.SP

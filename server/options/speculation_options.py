@@ -108,20 +108,30 @@ def _problems_of_draft(draft: Any, model: Any, method: str) -> dict[str, bool]:
     }
 
 
-def check_speculation_and_layouts(args: Namespace) -> None:
-    """Refuse what no test has run with speculation: SP, stages, shared weights, adapters.
+def check_speculation_and_layouts(args: Namespace, max_group: int) -> None:
+    """Refuse what does not go with speculation: stages, shared weights, adapters, some SP degrees.
+
+    A draft model has its heads in the order of the members. If groups are wider than the degree of
+    SP, their model has them in another order (``head_order``), in which a carry would read the KV
+    of all layers.
+
+    Args:
+        args: the parsed arguments, with a number as ``max_sp``.
+        max_group: largest group of the node.
 
     Raises:
         UserError: one of these is asked for beside speculation.
     """
     if args.speculative_config is None:
         return
-    for flag, value in (
-        ("--max-sp", args.max_sp),
-        ("--max-pp", args.max_pp),
-        ("--share-weights", args.share_weights),
-    ):
+    for flag, value in (("--max-pp", args.max_pp), ("--share-weights", args.share_weights)):
         if value > 1:
             raise UserError(f"{flag} {value}: it must be 1 with --speculative-config")
     if args.enable_lora:
         raise UserError("--enable-lora: not supported with --speculative-config")
+    method = args.speculative_config.get("method")
+    if method in (EAGLE, EAGLE_3) and 1 < args.max_sp < max_group:
+        raise UserError(
+            f"--max-sp {args.max_sp} with groups of {max_group}: not supported with method "
+            f"{method}; use 1 or {max_group}"
+        )

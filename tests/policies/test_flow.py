@@ -19,6 +19,7 @@ from shoal.policies.flow import (
 )
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout
+from shoal.policies.values.speculation import Speculation
 from tests.policies.nodes import TP, node
 from tests.policies.snapshots import MODEL
 
@@ -136,15 +137,19 @@ def test_a_pace_knows_sp_where_the_node_runs_it() -> None:
     layout = Layout(tp=8)
     seen = replace(node(TP), sp_above=((layout, 512),))
     pace = pace_of(seen, MODEL, layout, WORK)
-    assert pace.added(513) is pace.sp
-    assert pace.added(512) is pace.tp
+    assert pace.added(0, 513) is pace.sp
+    assert pace.added(112, 400) is pace.tp
+    drafting = replace(MODEL, speculation=Speculation(drafts=3.0, seen=9))
+    speculates = pace_of(seen, drafting, layout, WORK)
+    assert speculates.added(29, 400) is speculates.sp, "each of them computes four tokens"
+    assert speculates.added(28, 400) is speculates.tp
     assert pace.sp.token < pace.tp.token
     full = Batch(SIZES[1], SIZES[1] * 1050, CHUNK_TOKENS, 500)
     added = pace.sp.fixed(SIZES[1]) + CHUNK_TOKENS * pace.sp.token
     expected = MODEL.step_seconds(layout, full, Mode.SP)
     assert pace.step(SIZES[1]) + added == pytest.approx(expected)
     without = pace_of(node(TP), MODEL, layout, WORK)
-    assert without.added(10**6) is without.tp
+    assert without.added(0, 10**6) is without.tp
 
 
 def test_seats_are_those_of_the_layout() -> None:

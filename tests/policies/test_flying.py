@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.policies.cost.cost_model import CostModel
 from shoal.policies.flying import FLYING, PROMPT, FlyingSettings
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout, alone, layouts_up_to
 from shoal.policies.values.partition import singles
 from shoal.policies.values.snapshot import LayoutState, Snapshot, UnitState
+from shoal.policies.values.speculation import Speculation
 from tests.policies.snapshots import MODEL, request, snapshot, unit
 from tests.units import tp, tp_units
 
@@ -242,12 +244,12 @@ SHORT = {
 """A prompt makes a step in SP of a full batch, 556 tokens, but not of 212 requests."""
 
 
-def carried(decodes: int) -> float:
+def carried(decodes: int, model: CostModel = SHORT["cost_model"]) -> float:
     """Return the requests per second that TP8 ends with so many in every batch, one by one."""
-    seen = node(TP, **SHORT)
+    seen = node(TP, **{**SHORT, "cost_model": model})
 
     def seconds(batch: Batch) -> float:
-        return SHORT["cost_model"].step_seconds(Layout(tp=8), batch, seen.mode(Layout(tp=8), batch))
+        return model.step_seconds(Layout(tp=8), batch, seen.mode(Layout(tp=8), batch))
 
     context = decodes * 550
     step = seconds(Batch(decodes, context))
@@ -264,6 +266,15 @@ def test_they_are_as_full_as_the_batch_that_serves_most_lets_them_be() -> None:
     assert 0.75 * most > SETTINGS.sp_full_above * carried(256), "a full batch would serve too few"
     assert target(short(0.75, most)) is None
     assert target(short(1.0, most)) == DP
+
+
+def test_they_are_less_full_where_decodes_check_proposed_tokens() -> None:
+    drafting = replace(SHORT["cost_model"], speculation=Speculation(drafts=0.5, seen=9))
+    most, more, full = (carried(decodes, drafting) for decodes in (141, 142, 256))
+    assert most > 1.04 * max(more, full), "so many run in TP beside a prompt"
+    nearly = 0.98 * SETTINGS.sp_full_above
+    assert target(replace(short(nearly, most), cost_model=drafting)) is None
+    assert target(replace(short(1.0, most), cost_model=drafting)) == DP
 
 
 def test_the_prompts_that_are_here_count_beside_those_that_were() -> None:

@@ -1,5 +1,6 @@
 """Shadows: what they make of lengths that are guessed first and known later."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -28,6 +29,15 @@ PACE = Pace(
 """Every step takes 10 ms."""
 TERMS = Terms(PACE, PACE, PACE, inf, 16, 1e6, 8192, 8192, Prices(1e-5, 1e-9), 100.0)
 ALL = {DP: TERMS}
+
+
+def test_a_step_with_prompts_runs_by_sequence_above_its_tokens() -> None:
+    terms = TERMS._replace(sp=replace(PACE, weights=3 * STEP), above=512.0)
+    seconds = [terms.prompts(tokens, 0.0, 0.0, 100) for tokens in (512, 513)]
+    assert seconds == [STEP, 3 * STEP]
+    drafting = terms._replace(drafts=3.0)
+    seconds = [drafting.prompts(tokens, 0.0, 0.0, 100) for tokens in (212, 213)]
+    assert seconds == [STEP, 3 * STEP], "each decode computes four tokens"
 
 
 def shadow(*jobs: Job) -> Shadow:

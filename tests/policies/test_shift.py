@@ -20,6 +20,7 @@ from shoal.policies.shift import (
 from shoal.policies.values.batch import Batch, Mode
 from shoal.policies.values.layouts import Layout, alone, layouts_up_to
 from shoal.policies.values.partition import singles
+from shoal.policies.values.speculation import Speculation
 from tests.policies.snapshots import MODEL, snapshot, unit
 from tests.units import tp_units
 
@@ -155,6 +156,10 @@ def test_auto_needs_a_model() -> None:
 def test_a_snapshot_says_how_a_step_is_run(degree: int, tokens: int, mode: Mode) -> None:
     seen = replace(snapshot(unit(alone(0))), sp_above=((Layout(tp=4), 300),))
     assert seen.mode(Layout(tp=degree), Batch(prefill_tokens=tokens - 1, decodes=1)) is mode
+    drafting = replace(MODEL, speculation=Speculation(drafts=3.0, seen=9))
+    checks = replace(seen, cost_model=drafting)
+    decodes = Batch(decodes=10, prefill_tokens=tokens - 40)
+    assert checks.mode(Layout(tp=degree), decodes) is mode, "each of them computes four tokens"
 
 
 def test_the_policy_keeps_the_largest_groups_whatever_comes() -> None:

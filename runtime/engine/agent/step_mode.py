@@ -39,7 +39,7 @@ class Shift:
         """Return the mode of a step.
 
         Args:
-            num_tokens: tokens that it batches.
+            num_tokens: tokens that it batches, those of drafts that it checks included.
             scheduler_output: vLLM's, if there is one.
         """
         if self._floor is None or self.threshold is None:

@@ -231,6 +231,8 @@ SEAMS = (
     Seam(_V2_GRAPHS, "BatchExecutionDescriptor", "capture_sizes"),
     Seam(_V2_GRAPHS, "ModelCudaGraphManager.capture", "capture_sizes"),
     Seam(_V2_GRAPHS, "CudaGraphManager.dispatch", "streamed_graphs"),
+    Seam(f"{_LAYERS}.attention_layer_base", "AttentionLayerBase.is_draft_layer", "ulysses"),
+    Seam("vllm.model_executor.models.interfaces", "EagleModelMixin", "ulysses"),
     Seam(_ATTENTION, "unified_kv_cache_update", "ulysses"),
     Seam(_ATTENTION, "unified_attention_with_output", "ulysses"),
     Seam(f"{_LAYERS}.quantization.base_config", "resolve_quant_method", "shard_rule"),

@@ -46,13 +46,23 @@ def check_exchangeable(config: VllmConfig, model: nn.Module, *, reorders: bool) 
     """
     problems = _model_problems(config)
     parents = _parents(model) if reorders else {}
-    for name, layer in config.compilation_config.static_forward_context.items():
-        if isinstance(layer, AttentionLayerBase):
-            problems += [f"{name} {problem}" for problem in _layer_problems(layer)]
-            if reorders and not problems:
-                problems += [f"{name} {problem}" for problem in _order_problems(parents, layer)]
+    for name, layer in _attention_of(config):
+        problems += [f"{name} {problem}" for problem in _layer_problems(layer)]
+        if reorders and not problems:
+            problems += [f"{name} {problem}" for problem in _order_problems(parents, layer)]
     if problems:
         raise _refusal(config, problems[0])
+
+
+def _attention_of(config: VllmConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the names and attention layers of a loaded model.
+
+    Those of its draft model are left out (``DraftModelSpeculator.load_model`` marks them). They are
+    registered at the same place, but run in no step: a draft model runs after it, in TP.
+    """
+    for name, layer in config.compilation_config.static_forward_context.items():
+        if isinstance(layer, AttentionLayerBase) and not layer.is_draft_layer:
+            yield name, layer
 
 
 def _refusal(config: VllmConfig, problem: str) -> UnexchangeableAttention:
@@ -204,11 +214,10 @@ def exchanged_layers(
         UnexchangeableAttention: a layer's number of KV heads is not the model's.
     """
     layers = dict(base.compilation_config.static_forward_context)
-    for name, layer in config.compilation_config.static_forward_context.items():
-        if isinstance(layer, Attention):
-            if layer.num_kv_heads * exchange.kv_parts != layers[name].num_kv_heads:
-                raise _refusal(config, f"{name} has a number of KV heads of its own")
-            layers[name] = ExchangedAttention(layer, exchange)
+    for name, layer in _attention_of(config):
+        if layer.num_kv_heads * exchange.kv_parts != layers[name].num_kv_heads:
+            raise _refusal(config, f"{name} has a number of KV heads of its own")
+        layers[name] = ExchangedAttention(layer, exchange)
     return layers
 
 
@@ -221,10 +230,9 @@ def exchanged_bytes(base: VllmConfig, copies: int) -> int:
         copies: how many members get the same keys and values.
     """
     widths = [base.model_config.get_hidden_size()]
-    for layer in base.compilation_config.static_forward_context.values():
-        if isinstance(layer, Attention):
-            keys_and_values = copies * layer.num_kv_heads * (layer.head_size + layer.head_size_v)
-            widths.append(layer.num_heads * layer.head_size + keys_and_values)
+    for _, layer in _attention_of(base):
+        keys_and_values = copies * layer.num_kv_heads * (layer.head_size + layer.head_size_v)
+        widths.append(layer.num_heads * layer.head_size + keys_and_values)
     return int(max(widths) * base.model_config.dtype.itemsize)
 
 
@@ -234,7 +242,8 @@ _descriptor = lru_cache(maxsize=1024)(BatchDescriptor)
 class SequenceParallelModel:
     """Stands in for a TP layout's model while a step runs by sequence.
 
-    Everything but the forward pass is the TP layout's, also its vocabulary-parallel head.
+    Everything but the forward pass is the TP layout's, also its vocabulary-parallel head and its
+    draft model. That one proposes tokens after the step, from the hidden states of all tokens.
 
     Args:
         model: the TP layout's model.
@@ -275,8 +284,12 @@ class SequenceParallelModel:
         positions: torch.Tensor,
         intermediate_tensors: None = None,
         inputs_embeds: None = None,
-    ) -> torch.Tensor:
-        """Return the last hidden states of all tokens, ``[tokens, hidden]``, on every member."""
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the last hidden states of all tokens, ``[tokens, hidden]``, on every member.
+
+        If a draft model of EAGLE 3 reads hidden states of single layers, the model returns these in
+        a list, too (``EagleModelMixin``). They are gathered as well, each ``[tokens, hidden]``.
+        """
         num_tokens = input_ids.shape[0]
         kinds = 0 if self.adapters is None else self.adapters.kinds
         captured = self._captured.fitting(self._exchange.share_of(num_tokens), kinds)
@@ -284,13 +297,17 @@ class SequenceParallelModel:
             if self.adapters is not None:
                 self.adapters.activate(self._exchange.own_rows)
             ids, positions = self._own(input_ids, positions, captured)
-            hidden = self._base(
+            made = self._base(
                 input_ids=ids,
                 positions=positions,
                 intermediate_tensors=intermediate_tensors,
                 inputs_embeds=inputs_embeds,
             )
-        return self._exchange.gather(hidden)
+        gather = self._exchange.gather
+        if isinstance(made, torch.Tensor):
+            return gather(made)
+        last, of_layers = made
+        return gather(last), [gather(hidden) for hidden in of_layers]
 
     def _own(
         self, input_ids: torch.Tensor, positions: torch.Tensor, captured: CapturedStep | None

@@ -14,10 +14,10 @@ from shoal.policies.cost.cost_model import (
     Hardware,
     ModelShape,
 )
-from shoal.policies.cost.speculation import KEPT, Speculation
 from shoal.policies.values.batch import Batch, Mode, StepKind
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
 from shoal.policies.values.pace import stage_seconds
+from shoal.policies.values.speculation import KEPT, Speculation
 
 SHAPE = ModelShape(
     layers=10, hidden=100, heads=8, kv_heads=4, head_dim=16, parameters=1e6, weight_bytes=2.0
@@ -645,16 +645,22 @@ def test_steps_that_were_all_measured_at_once_say_both_parts_of_the_error(kind: 
 SPECULATES = replace(MODEL, speculation=Speculation(drafts=3, accepted=1.5, seen=100))
 
 
+@pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_a_decode_that_checks_drafts_computes_them_and_yields_what_is_accepted(tp: int) -> None:
+def test_a_decode_that_checks_drafts_computes_them_and_yields_what_is_accepted(
+    tp: int, mode: Mode
+) -> None:
+    """In a step by sequence as well, in which members divide what is checked."""
     layout = Layout(tp=tp)
-    few, many = Batch(decodes=10, context_tokens=500), Batch(decodes=2000, context_tokens=100_000)
+    plain, speculates = (replace(model, max_sp=4) for model in (MODEL, SPECULATES))
+    few, many = Batch(decodes=20, context_tokens=500), Batch(decodes=2000, context_tokens=100_000)
     for batch in (few, many):
-        whole = SPECULATES.whole_step_seconds(layout, batch)
+        whole = speculates.whole_step_seconds(layout, batch, mode)
         as_many = Batch(batch.decodes * 4, batch.context_tokens)
-        assert whole == pytest.approx(MODEL.step_seconds(layout, as_many))
-        assert SPECULATES.step_seconds(layout, batch) == pytest.approx(whole / 2.5)
-        assert MODEL.whole_step_seconds(layout, batch) == MODEL.step_seconds(layout, batch)
+        assert whole == pytest.approx(plain.step_seconds(layout, as_many, mode))
+        assert speculates.step_seconds(layout, batch, mode) == pytest.approx(whole / 2.5)
+        in_one = plain.whole_step_seconds(layout, batch, mode)
+        assert in_one == plain.step_seconds(layout, batch, mode)
 
 
 def test_speculation_saves_the_reading_of_weights_and_not_arithmetic() -> None:

@@ -829,6 +829,20 @@ def spoil_draft_kv(runner: ProbedRunner) -> None:
         layers[name].kv_cache.neg_()
 
 
+def confuse_layers(runner: ProbedRunner, wrong: bool) -> None:
+    """Let steps by sequence confuse the layers whose hidden states a draft model reads."""
+    model = runner._workers[Layout(tp=2)].executions[Mode.SP].model
+    model._base = base = model.__dict__.pop("true_base", model._base)
+    if not wrong:
+        return
+
+    def confused(**inputs: Any) -> Any:
+        made = base(**inputs)
+        return made if isinstance(made, torch.Tensor) else (made[0], made[1][::-1])
+
+    model.true_base, model._base = base, confused
+
+
 def propose_to_others(runner: ProbedRunner, wrong: bool) -> None:
     """Give each request of a step of the V2 model runner the next one's drafts."""
     speculator = runner._worker.model_runner.speculator

@@ -1,5 +1,7 @@
 """Speculative decoding by n-grams on real engines: the tokens are those without it.
 
+The group's steps run in TP and by sequence, with prompts, drafts, or both.
+
 vLLM checks drafts in the next step, and takes one only if the model says the same, so greedy tokens
 do not change. The model repeats itself, so that drafts are right at times. With
 ``SHOAL_TESTS=all`` there is one that does not, so that nearly all drafts are wrong and what was
@@ -8,17 +10,21 @@ computed of them is taken back, and one with routed experts.
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Mode
 from tests.depth import among
 from tests.looping_checkpoint import write_looping
 from tests.runtime.engine import probes
+from tests.runtime.engine.modes import scripted
 from tests.runtime.engine.prompts import make_model, random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp
 
 PAIR = tp(0, 1)
@@ -60,7 +66,9 @@ def expected(model: Path) -> Expected:
 
 @pytest.fixture(scope="module")
 def node(model: Path) -> Iterator[RealNode]:
-    with RealNode(model, 2, speculative_config=SPECULATION, disable_log_stats=False) as node:
+    with RealNode(
+        model, 2, max_sp=2, speculative_config=SPECULATION, disable_log_stats=False
+    ) as node:
         yield node
 
 
@@ -103,16 +111,54 @@ def test_a_group_generates_the_tokens_without_speculation(
 
 
 @pytest.mark.usefixtures("judged")
+def test_steps_by_sequence_check_drafts(node: RealNode, expected: Expected) -> None:
+    """All steps of the group are, those of prompts and those that check drafts."""
+    node.switch()
+    new = PROMPTS[-1][::-1]
+    with scripted(node, PAIR, Script.SP) as ran, node.bound(PAIR):
+        assert node.generate(PAIR, PROMPTS, TOKENS) == expected
+        beside = node.submit(PAIR, PROMPTS[:3], TOKENS)
+        node.wait_for_tokens(beside, 4)
+        others = node.generate(PAIR, [new, *PROMPTS[3:]], FEW)
+        assert others[1:] == [output[:FEW] for output in expected[3:]]
+        assert node.wait(beside) == expected[:3], "beside a prompt that is not cached"
+    assert ran[Mode.SP] > TOKENS // (1 + DRAFTS)
+    assert ran[Mode.TP] == 0
+    assert node.audit() == []
+
+
+@pytest.mark.usefixtures("judged")
+def test_seeded_requests_sample_the_same_however_steps_run(
+    node: RealNode, expected: Expected
+) -> None:
+    """Which drafts are right depends on a request's own draws, and on what the model says."""
+    node.switch()
+    seeded: dict[str, Any] = {"temperature": 0.1, "seed": 7}
+    tokens, drafts = [], []
+    for script in (Script.TP, Script.ALTERNATE):
+        node.drafts.clear()
+        with scripted(node, PAIR, script) as ran, node.bound(PAIR):
+            tokens.append(node.wait(node.submit(PAIR, PROMPTS, TOKENS, **seeded)))
+        drafts.append(dict(node.drafts))
+        assert (ran[Mode.SP] > 0) is (script is Script.ALTERNATE)
+    assert tokens[0] == tokens[1] != expected
+    assert drafts[0] == drafts[1]
+
+
+@pytest.mark.usefixtures("judged")
 def test_carried_requests_go_on_without_their_drafts(node: RealNode, expected: Expected) -> None:
+    """In the group, steps in TP and by sequence follow each other in a random order."""
     node.switch()
-    requests = node.submit(alone(0), PROMPTS, TOKENS)
-    node.wait_for_tokens(requests, 8)
-    for partition, tokens in (((PAIR,), 14), (singles(2), 20), ((PAIR,), 26)):
-        view = node.switch(*partition, treatment=m.Treatment.CARRY)
-        assert (view.carried, view.recomputed) == (len(PROMPTS), {})
-        node.wait_for_tokens(requests, tokens)
-    assert node.wait(requests) == expected
-    node.switch()
+    with scripted(node, PAIR, Script.RANDOM) as ran:
+        requests = node.submit(alone(0), PROMPTS, TOKENS)
+        node.wait_for_tokens(requests, 8)
+        for partition, tokens in (((PAIR,), 14), (singles(2), 20), ((PAIR,), 26)):
+            view = node.switch(*partition, treatment=m.Treatment.CARRY)
+            assert (view.carried, view.recomputed) == (len(PROMPTS), {})
+            node.wait_for_tokens(requests, tokens)
+        assert node.wait(requests) == expected
+        node.switch()
+    assert ran[Mode.SP] > 0
     assert node.audit() == []
 
 

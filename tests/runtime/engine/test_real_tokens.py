@@ -21,6 +21,7 @@ from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from tests.depth import DEEP
 from tests.runtime.engine import probes
+from tests.runtime.engine.modes import scripted
 from tests.runtime.engine.prompts import MODELS, PROMPTS, SHARED, Stock, make_model, random_prompts
 from tests.runtime.engine.real_node import NODE_ARGS, RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
@@ -122,15 +123,10 @@ def generate_in(node: RealNode, group: Unit, script: Script) -> Expected:
     Every member runs each step in the mode that the leader chose by the script.
     """
     node.switch()
-    node.probe_all(probes.take_modes)
-    node.script(script)
-    with node.bound(group):
+    with scripted(node, group, script) as ran, node.bound(group):
         outputs = node.generate(group, MIXED, TOKENS) + node.generate(group, PROMPTS[-1:], TOKENS)
-    node.script(Script.TP)
-    ran = [node.probe(engine, probes.take_modes) for engine in group.engines]
-    assert all(modes == ran[0] for modes in ran), "one of the members ran another mode"
-    assert ran[0][Mode.SP] > 0
-    assert (ran[0][Mode.TP] > 0) == (script is not Script.SP)
+    assert ran[Mode.SP] > 0
+    assert (ran[Mode.TP] > 0) == (script is not Script.SP)
     return outputs
 
 

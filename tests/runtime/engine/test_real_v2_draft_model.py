@@ -1,6 +1,7 @@
 """Speculative decoding by EAGLE's draft models on the V2 model runner.
 
-The tokens are those without it, in DP, in TP2, after a pause and through carries. So that the KV of
+The tokens are those without it, in DP, in TP2, in steps by sequence, after a pause and through
+carries. So that the KV of
 a draft model is compared, too, proposals are: they follow from a request's tokens, wherever it is.
 """
 
@@ -21,7 +22,7 @@ def result(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     """One program for all of it: interpreted kernels are slow."""
     directory, (method, ahead) = tmp_path_factory.mktemp("v2"), request.param
     main = "tests.runtime.engine.v2_draft_model_main"
-    return v2_program.run(main, directory, method, ahead) | {"ahead": ahead}
+    return v2_program.run(main, directory, method, ahead) | {"ahead": ahead, "method": method}
 
 
 def differing(result: dict[str, Any], phase: str) -> list[bool]:
@@ -38,11 +39,14 @@ def test_every_layout_generates_the_tokens_without_speculation(result: dict[str,
     assert result["runners"] == ["vllm.v1.worker.gpu.model_runner"]
     expected = result["expected"]
     assert len({tuple(output) for output in expected}) == len(expected)
-    for phase in ("dp", "dp from the prefix cache", "tp2", "paused", "carried"):
+    for phase in ("dp", "dp from the prefix cache", "tp2", "sp2", "paused", "carried"):
         assert result["tokens"][phase] == expected, phase
         assert result["drafts"][phase]["accepted"] > 0, phase
         assert result["drafts"][phase]["rejected"] > 0, phase
-    assert result["drafts"]["tp2"] == result["drafts"]["dp"]
+    for phase in ("tp2", "sp2"):
+        assert result["drafts"][phase] == result["drafts"]["dp"], phase
+    assert result["modes of sp2"] == ["sp"]
+    assert result["carried in sp2"] > 0
     assert result["tokens"]["sampled and carried"] == result["expected sampled"]
     assert (min(result["deferred samples"]) > 0) is result["ahead"]
     assert min(result["carried"]) > 0
@@ -57,6 +61,26 @@ def test_requests_take_the_kv_of_the_draft_model_along(result: dict[str, Any]) -
         assert not any(found), phase
     assert any(differing(result, "with other KV")), "wrong KV of a draft model would not be noticed"
     assert result["tokens"]["with other KV"] == result["expected"]
+
+
+def test_a_draft_model_finds_the_hidden_states_of_steps_by_sequence(
+    result: dict[str, Any],
+) -> None:
+    found = differing(result, "sp2")
+    assert len(found) > 50
+    assert not any(found)
+    wrong = "with other hidden states"
+    assert result["tokens"][wrong] == result["expected"]
+    if result["method"] == "eagle3":  # the other one reads what the tokens come from
+        assert any(differing(result, wrong)), "wrong hidden states would not be noticed"
+
+
+def test_seeded_requests_sample_the_same_however_steps_run(result: dict[str, Any]) -> None:
+    in_tp, in_sp = (f"seeded in {mode}" for mode in ("tp2", "sp2"))
+    assert result["tokens"][in_sp] == result["tokens"][in_tp] != result["expected"][:2]
+    assert result["drafts"][in_sp] == result["drafts"][in_tp]
+    assert result["drafts"][in_sp]["accepted"] > 0
+    assert result["drafts"][in_sp]["rejected"] > 0
 
 
 def test_members_of_a_group_propose_and_judge_alike(result: dict[str, Any]) -> None:

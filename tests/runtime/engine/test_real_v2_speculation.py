@@ -1,8 +1,9 @@
 """Speculative decoding by n-grams on the V2 model runner, vLLM's default on GPUs.
 
-The tokens are those without it, in DP, in TP2, after a pause and through carries. How many drafts
-are accepted is what follows from the tokens (``n_grams``). With ``ngram_gpu``, vLLM schedules steps
-ahead, so runners find the drafts themselves; with ``ngram`` it does not.
+The tokens are those without it, in DP, in TP2, in steps by sequence, after a pause and through
+carries. How many drafts are accepted is what follows from the tokens (``n_grams``). With
+``ngram_gpu``, vLLM schedules steps ahead, so runners find the drafts themselves; with ``ngram`` it
+does not.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ def test_every_layout_generates_the_tokens_without_speculation(result: dict[str,
     assert result["runners"] == ["vllm.v1.worker.gpu.model_runner"]
     expected = result["expected"]
     assert len({tuple(output) for output in expected}) == len(expected)
-    for phase in ("dp", "tp2", "tp2 from the prefix cache", "paused", "dp again"):
+    for phase in ("dp", "tp2", "tp2 from the prefix cache", "sp2", "paused", "dp again"):
         assert result["tokens"][phase] == expected, phase
     assert result["problems"] == []
 
@@ -39,8 +40,18 @@ def test_every_layout_generates_the_tokens_without_speculation(result: dict[str,
 def test_the_statistics_are_those_of_the_tokens(result: dict[str, Any]) -> None:
     assert result["expected drafts"]["accepted"] > 0
     assert result["expected drafts"]["rejected"] > 0
-    for phase in ("dp", "tp2"):
+    for phase in ("dp", "tp2", "sp2"):
         assert result["drafts"][phase] == result["expected drafts"], phase
+    assert result["modes of sp2"] == ["sp"]
+    assert result["carried in sp2"] > 0
+
+
+def test_seeded_requests_sample_the_same_however_steps_run(result: dict[str, Any]) -> None:
+    in_tp, in_sp = (f"seeded in {mode}" for mode in ("tp2", "sp2"))
+    assert result["tokens"][in_sp] == result["tokens"][in_tp] != result["expected"][:2]
+    assert result["drafts"][in_sp] == result["drafts"][in_tp]
+    assert result["drafts"][in_sp]["accepted"] > 0
+    assert result["drafts"][in_sp]["rejected"] > 0
 
 
 def test_carried_requests_go_on_without_their_drafts(result: dict[str, Any]) -> None:

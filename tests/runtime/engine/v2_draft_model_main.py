@@ -13,11 +13,14 @@ from typing import Any
 
 from shoal.policies.values.layouts import alone
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Mode
 from tests.draft_checkpoint import write_draft
 from tests.looping_checkpoint import write_looping
 from tests.runtime.engine import probes, real_node, v2_program
 from tests.runtime.engine import v2_speculation_main as n_gram_main
+from tests.runtime.engine.modes import scripted
 from tests.runtime.engine.prompts import MODELS, make_model
+from tests.runtime.engine.scripted_shift import Script
 from tests.runtime.engine.v2_speculation_main import PAIR, PROMPTS, TOKENS, Phases
 
 DRAFTS = 3
@@ -55,6 +58,22 @@ class Watched:
         self.alike &= alike
 
 
+def by_sequence(watched: Watched) -> list[Mode]:
+    """Let the group run all steps by sequence, at last with wrong hidden states of single layers.
+
+    Returns:
+        The modes of these steps.
+    """
+    node = watched.node
+    with scripted(node, PAIR, Script.SP) as ran, node.bound(PAIR):
+        watched.add("sp2", node.submit(PAIR, PROMPTS, TOKENS))
+        watched.phases.add("seeded in sp2", lambda: n_gram_main.seeded(node))
+        node.probe_all(probes.confuse_layers, True)
+        watched.add("with other hidden states", node.submit(PAIR, PROMPTS, TOKENS))
+        node.probe_all(probes.confuse_layers, False)
+    return sorted(mode for mode, steps in ran.items() if steps)
+
+
 def through_layouts(node: real_node.RealNode) -> tuple[Watched, dict[str, Any]]:
     """Generate in each layout and through carries; return what the switches said, too."""
     watched, counts = Watched(node), dict[str, Any]()
@@ -63,11 +82,16 @@ def through_layouts(node: real_node.RealNode) -> tuple[Watched, dict[str, Any]]:
     with node.bound(PAIR):
         watched.add("tp2", node.submit(PAIR, PROMPTS, TOKENS))
         counts["sample alike"] = n_gram_main.samples_alike(node)
+        watched.phases.add("seeded in tp2", lambda: n_gram_main.seeded(node))
+    counts["modes of sp2"] = by_sequence(watched)
     watched.phases.add("paused", lambda: n_gram_main.paused(node))
-    sampled = n_gram_main.as_sampled(node, alone(0))
-    watched.phases.add("sampled and carried", lambda: n_gram_main.carried(node, sampled, counts))
-    requests = node.submit(alone(0), PROMPTS, TOKENS)
-    watched.phases.add("carried", lambda: n_gram_main.carried(node, requests, counts))
+    carried = lambda requests: n_gram_main.carried(node, requests, counts)  # noqa: E731
+    with scripted(node, PAIR, Script.RANDOM) as ran:
+        sampled = n_gram_main.as_sampled(node, alone(0))
+        watched.phases.add("sampled and carried", lambda: carried(sampled))
+        requests = node.submit(alone(0), PROMPTS, TOKENS)
+        watched.phases.add("carried", lambda: carried(requests))
+    counts["carried in sp2"] = ran[Mode.SP]
     watched.proposed["carried"], alike = proposals(node, requests)
     watched.alike &= alike
     requests = node.submit(alone(0), PROMPTS, TOKENS)
@@ -87,6 +111,7 @@ def main(directory: Path, method: str, ahead: bool) -> dict[str, Any]:
     with real_node.RealNode(
         model,
         2,
+        max_sp=2,
         patience=n_gram_main.PATIENCE_SECONDS,
         environment=n_gram_main.V2,
         speculative_config={

@@ -18,9 +18,12 @@ from vllm.sampling_params import StructuredOutputsParams
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import singles
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.messages import Mode
 from tests.looping_checkpoint import write_looping
 from tests.runtime.engine import n_grams, probes, real_node, v2_program
+from tests.runtime.engine.modes import scripted
 from tests.runtime.engine.prompts import make_model, random_prompts
+from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp
 
 DRAFTS, SHORTEST, LONGEST = 4, 1, 3
@@ -114,6 +117,12 @@ def samples_alike(node: real_node.RealNode) -> bool:
     )
 
 
+def seeded(node: real_node.RealNode) -> list[list[int]]:
+    """Let the group sample: which drafts are right depends on requests' own draws alone."""
+    options: dict[str, Any] = {"temperature": 0.2, "seed": 7}
+    return node.wait(node.submit(PAIR, PROMPTS[:2], TOKENS, **options))
+
+
 def with_wrong_drafts(node: real_node.RealNode, phases: Phases) -> None:
     """Let runners propose what other requests would need, then judge by others' drafts."""
     generate = lambda: node.generate(alone(0), PROMPTS, TOKENS)  # noqa: E731
@@ -136,12 +145,19 @@ def through_layouts(node: real_node.RealNode, phases: Phases) -> dict[str, Any]:
         phases.add("tp2 from the prefix cache", lambda: node.generate(PAIR, PROMPTS, TOKENS))
         counts["sample alike"] = samples_alike(node)
         phases.add("sampled in tp2", lambda: node.wait(as_sampled(node, PAIR)))
+        phases.add("seeded in tp2", lambda: seeded(node))
+    with scripted(node, PAIR, Script.SP) as ran, node.bound(PAIR):
+        phases.add("sp2", lambda: node.generate(PAIR, PROMPTS, TOKENS))
+        phases.add("seeded in sp2", lambda: seeded(node))
+    counts["modes of sp2"] = sorted(mode for mode, steps in ran.items() if steps)
     phases.add("paused", lambda: paused(node))
     phases.add("sampled in dp", lambda: node.wait(as_sampled(node, alone(0))))
-    requests = node.submit(alone(0), PROMPTS, TOKENS)
-    phases.add("carried", lambda: carried(node, requests, counts))
-    sampled = as_sampled(node, alone(0))
-    phases.add("sampled and carried", lambda: carried(node, sampled, counts))
+    with scripted(node, PAIR, Script.RANDOM) as ran:
+        requests = node.submit(alone(0), PROMPTS, TOKENS)
+        phases.add("carried", lambda: carried(node, requests, counts))
+        sampled = as_sampled(node, alone(0))
+        phases.add("sampled and carried", lambda: carried(node, sampled, counts))
+    counts["carried in sp2"] = ran[Mode.SP]
     return counts
 
 
@@ -158,6 +174,7 @@ def main(directory: Path, method: str) -> dict[str, Any]:
     with real_node.RealNode(
         model,
         2,
+        max_sp=2,
         patience=PATIENCE_SECONDS,
         environment=V2,
         speculative_config=speculation,

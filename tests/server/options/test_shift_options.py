@@ -73,12 +73,12 @@ def test_elsewhere_none_does(model: Model, on_gpus: bool) -> None:
     ("argv", "options", "chosen"),
     [
         pytest.param((), {}, 4, id="plain"),
-        pytest.param((), {"enable_lora": True}, 4, id="adapters"),
+        pytest.param((), {"enable_lora": True}, 1, id="adapters"),
         pytest.param((), {"speculative_config": {"method": "ngram"}}, 1, id="drafts"),
         pytest.param(("--max-sp", "2"), {"enable_lora": True}, 2, id="chosen by the user"),
     ],
 )
-def test_sp_is_the_default_on_gpus_unless_steps_check_drafts(
+def test_sp_is_the_default_on_gpus_for_what_they_have_run(
     argv: tuple[str, ...], options: dict[str, Any], chosen: int
 ) -> None:
     args = parsed(*argv)
@@ -86,6 +86,13 @@ def test_sp_is_the_default_on_gpus_unless_steps_check_drafts(
     vars(args).update(options)
     choose_max_sp(args, Model(), 4, on_gpus=True)
     assert args.max_sp == chosen
+
+
+def test_a_policy_that_needs_sp_is_refused_where_there_is_none() -> None:
+    args = parsed()
+    vars(args).update(enable_lora=True, speculative_config=None, policy="shift")
+    with pytest.raises(UserError, match="--policy shift needs --max-sp"):
+        choose_max_sp(args, Model(), 4, on_gpus=True)
 
 
 @pytest.mark.parametrize(

@@ -202,15 +202,27 @@ def test_a_method_must_be_named_and_known(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"max_sp": 2}, "--max-sp 2: it must be 1 with --speculative-config"),
         ({"max_pp": 2}, "--max-pp 2: it must be 1 with --speculative-config"),
         ({"share_weights": 4}, "--share-weights 4: it must be 1 with --speculative-config"),
         ({"enable_lora": True}, "--enable-lora: not supported with --speculative-config"),
     ],
 )
 def test_what_was_not_tried_beside_it_is_refused(given: dict[str, Any], said: str) -> None:
-    check_speculation_and_layouts(options())
-    check_speculation_and_layouts(options(**given, speculative_config=None))
+    check_speculation_and_layouts(options(), 4)
+    check_speculation_and_layouts(options(**given, speculative_config=None), 4)
     with pytest.raises(UserError) as caught:
-        check_speculation_and_layouts(options(**given))
+        check_speculation_and_layouts(options(**given), 4)
     assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_draft_model_has_sp_if_heads_keep_their_order(method: str) -> None:
+    drafted = {"speculative_config": {"method": method}}
+    for max_sp, max_group in ((1, 4), (2, 2), (4, 4)):
+        check_speculation_and_layouts(options(max_sp=max_sp, **drafted), max_group)
+    with pytest.raises(UserError) as caught:
+        check_speculation_and_layouts(options(max_sp=2, **drafted), 4)
+    assert str(caught.value) == (
+        f"--max-sp 2 with groups of 4: not supported with method {method}; use 1 or 4"
+    )
+    check_speculation_and_layouts(options(max_sp=2), 4)

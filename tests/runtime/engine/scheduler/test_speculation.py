@@ -6,6 +6,7 @@ import pytest
 
 from shoal.runtime.config import LayoutConfigs
 from shoal.runtime.engine.scheduler import scheduled_steps
+from shoal.runtime.protocol.messages import Mode
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import configs_of
 from tests.runtime.engine.scheduler.toy_engines import (
@@ -134,6 +135,23 @@ def test_adopted_requests_have_room_for_the_drafts_of_their_first_step(
     engines.step(group)
     engines.finish(group)
     assert engines.audit() == []
+
+
+@pytest.mark.parametrize(("threshold", "mode"), [(15, Mode.SP), (16, Mode.TP)])
+def test_drafts_are_among_the_tokens_that_choose_a_mode(
+    engines: ToyEngines, threshold: int, mode: Mode
+) -> None:
+    own, group = engines.own, engines.group
+    requests = submit_all(engines)
+    engines.step(own[0], 6)
+    engines.bind(60)
+    engines.carry(own[0], group, requests)
+    group.shift._floor, group.shift.threshold = 0, threshold
+    group.dispatch()
+    step = group._in_flight[0]
+    assert step.scheduled.num_scheduled_tokens == dict.fromkeys(requests, 1 + DRAFTS)
+    assert step.mode is mode
+    engines.step(group)
 
 
 def test_no_third_step_is_scheduled(

@@ -26,10 +26,12 @@ from vllm.v1.attention.backend import AttentionType
 
 from shoal.runtime.engine.sequence.piecewise_graphs import CapturedSteps
 from shoal.runtime.engine.sequence.ulysses import (
+    ExchangedAttention,
     SequenceParallelModel,
     UnexchangeableAttention,
     check_exchangeable,
     exchanged_bytes,
+    exchanged_layers,
 )
 from tests.runtime.engine.one_rank import tensor_parallel
 from tests.runtime.engine.sequence.test_piecewise_graphs import capture, captured_as
@@ -95,6 +97,18 @@ def test_the_base_runs_in_a_context_of_its_own() -> None:
     assert vars(outside) == before
     assert hidden.tolist() == [0, 1, 2, 0, 1, 2]
     assert seen == ["base"]
+
+
+def test_the_hidden_states_of_single_layers_are_gathered_too() -> None:
+    """A draft model of EAGLE 3 reads them, for all tokens."""
+
+    def base(input_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return input_ids + 10, [input_ids, -input_ids]
+
+    with override_forward_context(ForwardContext({}, {}, {})):
+        last, of_layers = stand_in(base, {})(torch.arange(4), torch.arange(4))
+    assert last.tolist() == [10, 11, 10, 11]
+    assert [hidden.tolist() for hidden in of_layers] == [[0, 1, 0, 1], [0, -1, 0, -1]]
 
 
 def test_a_step_that_fails_leaves_the_context_as_it_was() -> None:
@@ -202,8 +216,8 @@ class Layer(nn.Module):
         self.attn = attention
 
 
-def plain(**options: Any) -> Attention:
-    return Attention(HEADS, 32, 1.0, num_kv_heads=4, prefix="layers.0.attn", **options)
+def plain(prefix: str = "layers.0.attn", **options: Any) -> Attention:
+    return Attention(HEADS, 32, 1.0, num_kv_heads=4, prefix=prefix, **options)
 
 
 def refusal(config: Any, layer: Layer, *, reorders: bool = True) -> str:
@@ -242,6 +256,19 @@ def test_members_get_heads_or_hidden_states_whichever_are_more(config: Any) -> N
     assert exchanged_bytes(config, copies=3) == 4 * (HEADS * 32 + 3 * 2 * 4 * 32)
     config.model_config.get_hidden_size = lambda: 1024
     assert exchanged_bytes(config, copies=1) == 4 * 1024
+
+
+def test_layers_of_a_draft_model_stay_as_they_are(config: Any) -> None:
+    """They run beside the step, and its model does not have them."""
+    layer = Layer(plain())
+    drafting = plain("layers.1.attn", alibi_slopes=[0.5] * HEADS)
+    assert "layers.1.attn has ALiBi slopes" in refusal(config, layer, reorders=False)
+    drafting.is_draft_layer = True
+    check_exchangeable(config, layer, reorders=True)
+    exchange: Any = SimpleNamespace(kv_parts=1)
+    layers = exchanged_layers(config, config, exchange)
+    assert isinstance(layers["layers.0.attn"], ExchangedAttention)
+    assert layers["layers.1.attn"] is drafting
 
 
 @pytest.mark.parametrize(
