@@ -101,7 +101,9 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     )
     if snapshot.switching:
         return Plan(dispatches, memory=replace(memory, at=snapshot.now))
-    if widest(snapshot.partition) < needed or (lane and lane not in snapshot.partition):
+    here = snapshot.partition
+    lacks_lane = lane is not None and lane not in here
+    if widest(here) < needed or lacks_lane or any(unit.layout.pp > 1 for unit in here):
         return _forced(snapshot, model, memory, dispatches, needed, lane)
     if snapshot.now - memory.at < WATCH_SECONDS and memory.shadows is not None:
         return Plan(dispatches, memory=memory)
@@ -118,6 +120,8 @@ def _forced(
 ) -> Plan:
     """Return the plan for a node whose units are too small for a request, or lack the lane.
 
+    Nor does it stay in pipelines, which only operators choose.
+
     The arguments are those of ``_by_hindsight``.
     """
     memory = _watched(snapshot, model, memory, lane)
@@ -133,7 +137,8 @@ def _forced(
     target = max(candidates_of(snapshot, needed, lane), key=brings, default=snapshot.partition)
     if target == snapshot.partition:
         return Plan(dispatches, memory=memory)
-    reason = "long" if lane is None else _reason(snapshot, target, lane)
+    is_long = widest(snapshot.partition) < needed
+    reason = "long" if is_long else _reason(snapshot, target, lane)
     return Plan(dispatches, target, "carry", reason, replace(memory, agreed=None))
 
 
@@ -321,7 +326,8 @@ def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory, lane: Uni
     here, terms = snapshot.partition, memory.terms
     candidates = [c for c in candidates_of(snapshot, 1, lane) if c != here]
     if terms is None or snapshot.now - memory.terms_at > TERMS_SECONDS:
-        every, present = layouts_up_to(snapshot.max_group), [unit.layout for unit in here]
+        present = [unit.layout for unit in here]  # pipelines are not chosen, but may be there
+        every = tuple(dict.fromkeys((*layouts_up_to(snapshot.max_group), *present)))
         chances = memory.chances.at(snapshot.now, present, every)
         requests = max(snapshot.requests, snapshot.smoothed_requests)
         measured = terms_of(snapshot, model, every)

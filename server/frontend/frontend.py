@@ -75,6 +75,7 @@ from shoal.server.operator.page.page_feed import Feed
 from shoal.server.operator.request_metrics import RequestMetrics, RequestTimes
 from shoal.server.operator.spans import Spans
 from shoal.server.operator.tracing import Traces
+from shoal.server.options.adapter_options import has_prompt_logprobs
 from shoal.server.options.vllm_options import load_plugins
 
 _WATCH_SECONDS = 0.5
@@ -316,6 +317,9 @@ class Frontend:
                 model.max_model_len,
                 model.get_vocab_size(),
                 images=model.supports_multimodal_inputs,
+                prompt_logprobs=has_prompt_logprobs(
+                    args, self.vllm_config.device_config.device_type
+                ),
             ),
             tokenizer_info=args.enable_tokenizer_info_endpoint,
             front_ends=self.config.api_servers,

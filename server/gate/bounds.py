@@ -56,6 +56,8 @@ class Bounds:
     """Grammars of one API key, or of all callers without one, that may wait to be compiled."""
     regex_chars: int = 4096
     """Length of a regular expression, and of every ``pattern`` of a schema."""
+    prompt_logprobs: bool = True
+    """Whether engines compute log probabilities of prompts (``has_prompt_logprobs``)."""
     images: bool = False
     """Whether the model takes images."""
     image_hosts: frozenset[str] = frozenset()
@@ -104,7 +106,12 @@ def add_bounds_options(group: argparse._ArgumentGroup) -> None:
 
 
 def bounds_of(
-    args: Namespace, max_model_len: int, vocabulary: int, *, images: bool = False
+    args: Namespace,
+    max_model_len: int,
+    vocabulary: int,
+    *,
+    images: bool = False,
+    prompt_logprobs: bool = True,
 ) -> Bounds:
     """Return the bounds that the command line and the model set.
 
@@ -113,6 +120,7 @@ def bounds_of(
         max_model_len: the most tokens of one request, prompt and answer together.
         vocabulary: how many tokens the model knows.
         images: whether it takes images.
+        prompt_logprobs: whether engines compute log probabilities of prompts.
     """
     bodies_bytes = max(1, args.max_held_bytes // args.api_server_count)
     return Bounds(
@@ -128,6 +136,7 @@ def bounds_of(
         grammar_bytes=args.max_grammar_bytes,
         grammar_cpu_seconds=args.max_grammar_seconds,
         grammars_waiting=args.max_waiting_grammars,
+        prompt_logprobs=prompt_logprobs,
         images=images,
         image_hosts=frozenset(map(str.lower, args.allowed_media_domains or ())),
     )

@@ -103,9 +103,15 @@ def check_logprobs(fields: Mapping[str, Any], bounds: Bounds) -> None:
         bounds: the largest of everything.
 
     Raises:
-        BoundsError: the body asks for too many; the message has the factors.
+        BoundsError: the body asks for too many, and the message has the factors; or it asks for
+            those of prompts where there are none.
     """
     asked = _asked(fields, bounds)
+    if asked.prompt_width and not bounds.prompt_logprobs:
+        raise BoundsError(
+            "prompt_logprobs",
+            "engines on CPUs compute no log probabilities of prompts where there are adapters",
+        )
     output = asked.answers * (asked.tokens or 0) * asked.width
     prompt = asked.prompt_tokens * asked.prompt_width
     if output + prompt > bounds.logprob_values:

@@ -28,6 +28,20 @@ def check_adapters(args: Namespace) -> None:
         taken.add(name)
 
 
+def has_prompt_logprobs(args: Namespace, device: str) -> bool:
+    """Return whether engines can compute log probabilities of prompts.
+
+    VLLM's operators for CPUs take a row of logits for each request of a step where there are
+    adapters (``PunicaWrapperCPU.add_lora_logits``). For all tokens of a prompt they fail, which
+    would end the engine.
+
+    Args:
+        args: the parsed arguments.
+        device: vLLM's name of what engines run on.
+    """
+    return device != "cpu" or bool(args.fake_engine) or not args.enable_lora
+
+
 def check_adapters_and_layouts(args: Namespace) -> None:
     """Refuse what has no adapters: stages and shared weights.
 

@@ -70,8 +70,6 @@ def automatic_max_sp(model: Any, max_group: int, *, on_gpus: bool) -> int:
 def choose_max_sp(args: Namespace, model: Any, max_group: int, *, on_gpus: bool) -> None:
     """Choose the largest degree of SP if the user has not.
 
-    It is 1 beside adapters and speculation: no GPU has run these with SP.
-
     Args:
         args: the parsed arguments, changed in place.
         model: vLLM's ``ModelConfig``.
@@ -82,8 +80,7 @@ def choose_max_sp(args: Namespace, model: Any, max_group: int, *, on_gpus: bool)
         UserError: other options do not go with the choice (``check_shift``).
     """
     if args.max_sp == AUTO:
-        able = on_gpus and not (args.enable_lora or args.speculative_config)
-        args.max_sp = automatic_max_sp(model, max_group, on_gpus=able)
+        args.max_sp = automatic_max_sp(model, max_group, on_gpus=on_gpus)
         check_shift(args, [args.policy], max_group)
 
 

@@ -7,6 +7,7 @@ import pytest
 from shoal.policies.registry import POLICIES
 from shoal.policies.values.batch import Batch, StepKind
 from shoal.policies.values.layouts import Layout, alone
+from shoal.policies.values.snapshot import Target
 from shoal.runtime.config import FakeSettings
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.wire import FinishReason
@@ -136,10 +137,13 @@ def test_a_switch_under_load_holds_up_nobody() -> None:
     assert node.value("shoal_requests_total", outcome="finished") == len(node.prompts)
 
 
+@pytest.mark.parametrize("targets", [(), TARGETS], ids=["", "targets"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_takes_over_a_node_of_pipelines(policy: str) -> None:
+def test_every_policy_takes_over_a_node_of_pipelines(
+    policy: str, targets: tuple[Target, ...]
+) -> None:
     """Those that decide the layout leave the pipelines, and carry what runs there; others stay."""
-    node = LoopbackNode(4, max_pp=4, cost_model=MODEL, targets=TARGETS)
+    node = LoopbackNode(4, max_pp=4, cost_model=MODEL, targets=targets)
     node.settle()
     node.switch(pp(0, 1), pp(2, 3))
     for k in range(8):

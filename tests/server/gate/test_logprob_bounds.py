@@ -41,6 +41,21 @@ def test_what_is_within_the_product_passes(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "x", "prompt_logprobs": 0},
+        {**CHAT, "prompt_logprobs": 3},
+        {"prompt": "x", "echo": True, "logprobs": 0},
+    ],
+)
+def test_those_of_prompts_are_refused_where_engines_compute_none(fields: dict[str, Any]) -> None:
+    check_logprobs(fields, SMALL)
+    with pytest.raises(BoundsError, match="prompt_logprobs: engines on CPUs compute no"):
+        check_logprobs(fields, replace(SMALL, prompt_logprobs=False))
+    check_logprobs({"prompt": "x", "logprobs": 3}, replace(SMALL, prompt_logprobs=False))
+
+
+@pytest.mark.parametrize(
     ("fields", "factors"),
     [
         (

@@ -12,6 +12,7 @@ from shoal.server.options.adapter_options import (
     adapters_of,
     check_adapters,
     check_adapters_and_layouts,
+    has_prompt_logprobs,
     make_room,
 )
 from shoal.server.options.unsupported_models import check_adapted_model
@@ -22,6 +23,21 @@ def options(*names: str, **other: Any) -> Namespace:
     fields = {"enable_lora": True, "served_model_name": None, "model": "base"}
     layouts = {"max_sp": 1, "max_pp": 1, "share_weights": 1}
     return Namespace(**{**fields, **layouts, "lora_modules": modules or None, **other})
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "has"),
+    [
+        ("cpu", {"enable_lora": True, "fake_engine": False}, False),
+        ("cpu", {"enable_lora": True, "fake_engine": True}, True),
+        ("cpu", {"enable_lora": False, "fake_engine": False}, True),
+        ("cuda", {"enable_lora": True, "fake_engine": False}, True),
+    ],
+)
+def test_on_cpus_adapters_leave_no_log_probabilities_of_prompts(
+    device: str, options: dict[str, bool], has: bool
+) -> None:
+    assert has_prompt_logprobs(Namespace(**options), device) is has
 
 
 def test_adapters_are_in_the_order_of_the_command_line() -> None:

@@ -70,29 +70,25 @@ def test_elsewhere_none_does(model: Model, on_gpus: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "options", "chosen"),
+    ("argv", "on_gpus", "chosen"),
     [
-        pytest.param((), {}, 4, id="plain"),
-        pytest.param((), {"enable_lora": True}, 1, id="adapters"),
-        pytest.param((), {"speculative_config": {"method": "ngram"}}, 1, id="drafts"),
-        pytest.param(("--max-sp", "2"), {"enable_lora": True}, 2, id="chosen by the user"),
+        pytest.param((), True, 4, id="on GPUs"),
+        pytest.param((), False, 1, id="on CPUs"),
+        pytest.param(("--max-sp", "2"), True, 2, id="chosen by the user"),
     ],
 )
-def test_sp_is_the_default_on_gpus_for_what_they_have_run(
-    argv: tuple[str, ...], options: dict[str, Any], chosen: int
-) -> None:
+def test_sp_is_the_default_on_gpus(argv: tuple[str, ...], on_gpus: bool, chosen: int) -> None:
     args = parsed(*argv)
-    vars(args).update({"policy": "adaptive", "enable_lora": False, "speculative_config": None})
-    vars(args).update(options)
-    choose_max_sp(args, Model(), 4, on_gpus=True)
+    vars(args).update({"policy": "adaptive"})
+    choose_max_sp(args, Model(), 4, on_gpus=on_gpus)
     assert args.max_sp == chosen
 
 
 def test_a_policy_that_needs_sp_is_refused_where_there_is_none() -> None:
     args = parsed()
-    vars(args).update(enable_lora=True, speculative_config=None, policy="shift")
+    vars(args).update(policy="shift")
     with pytest.raises(UserError, match="--policy shift needs --max-sp"):
-        choose_max_sp(args, Model(), 4, on_gpus=True)
+        choose_max_sp(args, Model(), 4, on_gpus=False)
 
 
 @pytest.mark.parametrize(
