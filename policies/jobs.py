@@ -90,11 +90,12 @@ class Job(NamedTuple):
         """When it came, or ``-inf`` if its prompt had begun."""
         return min(self.came, self.start)
 
-    def decoding(self, now: float) -> "Decode":
-        """Return it when its first token has come; ``end`` is how many more tokens follow."""
-        ttft = now - (self.since if self.came > -inf else self.start)
-        tokens, output = self.prompt + self.output, self.output
-        return Decode(output - 1, self.start, tokens, output, self.key, self.kind, ttft, now)
+    def decoding(self, now: float, steps: int) -> "Decode":
+        """Return it when its first token has come, after so many steps of its unit."""
+        start, came, output = self.start, self.came, self.output
+        ttft = now - (came if -inf < came < start else start)
+        end, tokens = steps + output - 1, self.prompt + output
+        return Decode(end, start, tokens, output, self.key, self.kind, ttft, now)
 
 
 class Decode(NamedTuple):
@@ -117,9 +118,9 @@ class Decode(NamedTuple):
 
     def cost(self, at: float) -> float:
         """Return the seconds that it has cost if it ends then, its broken promise included."""
-        promise = self.kind.promise
-        if not promise.worth:
+        if self.kind is USUAL:  # as nearly always, and this is asked for thousands of times
             return at - self.start
+        promise = self.kind.promise
         tpot = (at - self.first) / max(1, self.output - 1)
         return at - self.start + promise.lost(self.ttft, tpot)
 

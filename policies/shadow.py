@@ -213,9 +213,10 @@ class Queue:
         self.queued -= tokens
         self._step(1, terms.prompts(decodes + tokens, self.context, pairs, decodes))
         for job in self.waiting[:done]:
-            one = job.decoding(self.clock)
-            if one.end:
-                self.decode(one)
+            one = job.decoding(self.clock, self.steps)
+            if one.output > 1:
+                self.context += job.prompt + 1
+                heappush(self.running, one)
             else:
                 self._end(one)
         del self.waiting[:done]

@@ -22,18 +22,18 @@ def test_a_promise_is_lost_by_either_time_and_more_so_the_later_it_is() -> None:
 
 def test_a_request_costs_its_seconds_and_what_it_breaks() -> None:
     job = Job(2.0, 100, 100, 11, kind=Kind(PROMISE))
-    kept, late = job.decoding(2.2), job.decoding(9.0)
-    assert (kept.end, kept.ttft) == (10, pytest.approx(0.2))
+    kept, late = job.decoding(2.2, 5), job.decoding(9.0, 5)
+    assert (kept.end, kept.ttft) == (15, pytest.approx(0.2))
     assert kept.cost(2.3) == pytest.approx(0.3, abs=0.01)
     assert kept.cost(3.2) == pytest.approx(1.2 + PROMISE.worth, rel=0.01), "0.1 s for each token"
     assert late.cost(9.1) == pytest.approx(7.1 + PROMISE.worth, rel=0.01)
-    assert job._replace(kind=USUAL).decoding(9.0).cost(9.1) == pytest.approx(7.1)
+    assert job._replace(kind=USUAL).decoding(9.0, 5).cost(9.1) == pytest.approx(7.1)
 
 
 def test_what_a_request_has_waited_before_the_shadow_began_makes_it_late() -> None:
     job = Job(5.0, 100, 100, 11, came=1.0, kind=Kind(PROMISE))
-    assert job.decoding(5.1).ttft == pytest.approx(4.1)
-    assert job.decoding(5.1).cost(5.2) == pytest.approx(0.2 + PROMISE.worth, rel=0.01)
+    assert job.decoding(5.1, 5).ttft == pytest.approx(4.1)
+    assert job.decoding(5.1, 5).cost(5.2) == pytest.approx(0.2 + PROMISE.worth, rel=0.01)
 
 
 @pytest.mark.parametrize("targets", [(), (SLOW,), (FAST, SLOW)])

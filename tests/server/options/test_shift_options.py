@@ -2,7 +2,6 @@
 
 from argparse import ArgumentError, ArgumentParser, Namespace
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
