@@ -70,6 +70,9 @@ from shoal.policies.values.snapshot import (
 
 WATCH_SECONDS = 0.1
 """How often the layout is judged."""
+MANY = 512
+"""With more requests on the node, the intervals grow with their number: judging takes longer, too,
+and the controller has other work. Nor does it matter so soon, because so many take long."""
 LEAST_SECONDS = 0.5
 """Least time between two switches, unless the current units are too small for a request."""
 LOOK_SECONDS = 0.25
@@ -105,7 +108,7 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     lacks_lane = lane is not None and lane not in here
     if widest(here) < needed or lacks_lane or any(unit.layout.pp > 1 for unit in here):
         return _forced(snapshot, model, memory, dispatches, needed, lane)
-    if snapshot.now - memory.at < WATCH_SECONDS and memory.shadows is not None:
+    if snapshot.now - memory.at < WATCH_SECONDS * _crowd(snapshot) and memory.shadows is not None:
         return Plan(dispatches, memory=memory)
     return _by_hindsight(snapshot, model, memory, dispatches, needed, lane)
 
@@ -176,6 +179,11 @@ def _by_hindsight(
     return Plan(dispatches, best, "carry", reason, memory, verdicts=books.verdicts)
 
 
+def _crowd(snapshot: Snapshot) -> float:
+    """Return how many times as long as usual all intervals are."""
+    return max(1.0, snapshot.requests / MANY)
+
+
 def _requests_lately(snapshot: Snapshot) -> float:
     """Return as many requests as were there lately, or are there."""
     return max(snapshot.requests, snapshot.smoothed_requests)
@@ -201,6 +209,7 @@ class _Books:
         """Return the candidates for which it is time to look ahead."""
         in_surge = bool(self.memory.surges.lasting(snapshot.now))
         pause = self.memory.surges.pause(snapshot.now) if in_surge else LOOK_SECONDS
+        pause *= _crowd(snapshot)
         if snapshot.since_switch < LEAST_SECONDS or snapshot.now - self.memory.looked < pause:
             return []
         near = [c for c, one in self.accounts.items() if one.is_near or self._is_urgent(c)]

@@ -10,6 +10,7 @@ from shoal.policies import adaptive
 from shoal.policies.adaptive import (
     ADAPTIVE,
     LEAST_SECONDS,
+    MANY,
     WATCH_SECONDS,
     Memory,
 )
@@ -426,6 +427,16 @@ def test_between_reviews_nothing_is_judged_but_requests_start() -> None:
     plan = ADAPTIVE.plan(soon)
     assert plan.memory == first
     assert [d.request_id for d in plan.dispatches] == ["a"]
+
+
+@pytest.mark.parametrize(("waiting", "judged"), [(0, 20), (MANY * 5, 4)])
+def test_a_crowd_is_judged_less_often_because_it_takes_longer(waiting: int, judged: int) -> None:
+    seen, times = replace(CROWD, waiting=waiting, since_switch=0.0), set()
+    for k in range(20):
+        plan = ADAPTIVE.plan(replace(seen, now=1.1 * k * WATCH_SECONDS))
+        times.add(plan.memory.at)
+        seen = replace(seen, memory=plan.memory)
+    assert len(times) == pytest.approx(judged, abs=1)
 
 
 def test_no_switch_while_one_runs_and_nothing_adds_up() -> None:
