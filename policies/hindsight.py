@@ -418,7 +418,10 @@ def levelled(seen: Hindsight, terms: TermsOf) -> Hindsight:
 
 
 def on_node(snapshot: Snapshot) -> Present:
-    """Return the requests that are on the node, as far as the snapshot tells."""
+    """Return the requests that are on the node, as far as the snapshot tells.
+
+    Those that no unit can hold are left out: they will be refused.
+    """
     decoding, waiting, drawn = [], [], 0
     for unit in snapshot.units:
         mean = unit.context_tokens // max(1, unit.requests)
@@ -428,7 +431,10 @@ def on_node(snapshot: Snapshot) -> Present:
         for prompt in unit.prompts:
             drawn += 1
             waiting.append(_job(snapshot, prompt, drawn))
+    states = snapshot.layouts
     for request in snapshot.pool:
+        if states and not any(state.can_hold(request) for state in states):
+            continue
         drawn += 1
         job = _job(snapshot, request.prompt_tokens, drawn)
         kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)

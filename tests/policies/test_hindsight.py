@@ -21,6 +21,7 @@ from shoal.policies.hindsight import (
     foreseen,
     levelled,
     moved,
+    on_node,
     renewed,
     saved,
 )
@@ -31,6 +32,7 @@ from shoal.policies.terms import Terms
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout, alone
 from shoal.policies.values.pace import Pace
+from tests.policies.nodes import TP, node
 from tests.policies.snapshots import request, snapshot, unit
 from tests.units import tp
 
@@ -285,6 +287,14 @@ def test_a_trial_is_told_of_its_own_requests_only() -> None:
     assert longer.first is not None
     assert longer.first.here.all_in_all(TERMS) > trial.differ
     assert longer.told([("old", 200, True)], TERMS).first is None
+
+
+def test_what_no_unit_can_hold_is_in_no_shadow() -> None:
+    pool = (request("fits", prompt=100), request("never", prompt=10**7))
+    seen = replace(node(TP), pool=pool)
+    assert [job.key for job in on_node(seen).waiting] == ["fits"]
+    everything = on_node(replace(seen, layouts=())).waiting
+    assert [job.key for job in everything] == ["fits", "never"], "nothing is known of units"
 
 
 def test_outputs_that_still_run_make_others_seem_longer() -> None:
