@@ -12,6 +12,8 @@ from shoal.loadgen.workload import Arrival, Block, Workload, with_phases
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens that one id of a Mooncake trace's ``hash_ids`` stands for."""
+BAILIAN_BLOCK_TOKENS = 16
+"""The same of a trace of Qwen on Bailian."""
 _MICROSECONDS = len("2023-11-16 18:17:03.979960")
 
 Row = Mapping[str, str]
@@ -21,11 +23,11 @@ class TraceError(ValueError):
     """A trace cannot be read; the message is one line that names the file and its line."""
 
 
-class MooncakeLine(msgspec.Struct, frozen=True):
-    """One request of a Mooncake trace."""
+class HashedLine(msgspec.Struct, frozen=True):
+    """One request of a Mooncake trace, or of Bailian's, which has the same fields and others."""
 
     timestamp: float
-    """Milliseconds."""
+    """Milliseconds in Mooncake's traces, seconds in Bailian's."""
     input_length: int
     output_length: int
     hash_ids: list[int] = []
@@ -108,9 +110,18 @@ def _csv_rows(path: Path, file: Iterable[str]) -> Iterator[Arrival]:
 
 
 def _mooncake(line: str) -> Arrival:
-    one = msgspec.json.decode(line, type=MooncakeLine)
-    prefix = tuple(Block(str(id_), MOONCAKE_BLOCK_TOKENS) for id_ in one.hash_ids)
-    return Arrival(one.timestamp / 1000, one.input_length, one.output_length, prefix=prefix)
+    return _hashed(line, 1000, MOONCAKE_BLOCK_TOKENS)
+
+
+def _bailian(line: str) -> Arrival:
+    return _hashed(line, 1, BAILIAN_BLOCK_TOKENS)
+
+
+def _hashed(line: str, second: int, block: int) -> Arrival:
+    """Read a line whose time is in parts of a second, and whose ids stand for so many tokens."""
+    one = msgspec.json.decode(line, type=HashedLine)
+    prefix = tuple(Block(str(id_), block) for id_ in one.hash_ids)
+    return Arrival(one.timestamp / second, one.input_length, one.output_length, prefix=prefix)
 
 
 def _own(line: str) -> Arrival:
@@ -119,14 +130,21 @@ def _own(line: str) -> Arrival:
     return Arrival(one.at, one.prompt_tokens, one.output_tokens, one.priority, prefix=prefix)
 
 
+def _reader(first: str) -> Callable[[str], Arrival]:
+    """Return what reads the lines of a trace, by the fields of its first line."""
+    fields = msgspec.json.decode(first)
+    if "timestamp" not in fields:
+        return _own
+    return _bailian if "chat_id" in fields else _mooncake
+
+
 def _json_lines(path: Path, file: Iterable[str]) -> Iterator[Arrival]:
     read = None
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
         try:
-            # The first line tells whose format it is.
-            read = read or (_mooncake if "timestamp" in msgspec.json.decode(line) else _own)
+            read = read or _reader(line)
             yield read(line)
         except msgspec.DecodeError as error:
             raise TraceError(f"{path}, line {number}: {error}") from error

@@ -4,14 +4,14 @@ import argparse
 import itertools
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from shoal.loadgen.shapes import SHAPES
 from shoal.loadgen.traces import MOONCAKE_BLOCK_TOKENS
-from shoal.loadgen.workload import Arrival, Workload
+from shoal.loadgen.workload import Arrival, Block, Workload
 from shoal.server.errors import UserError
 from shoal.server.options.workload_options import add_workload_options, read_workload
 
@@ -92,17 +92,16 @@ class TraceWriter:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{next(self._files)}.jsonl"
-        known: dict[tuple[str, int], int] = {}
+        known: dict[Hashable, int] = {}
         lines = [json.dumps(self._line(arrival, known)) for arrival in workload.arrivals]
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         return path
 
-    def _line(self, arrival: Arrival, known: dict[tuple[str, int], int]) -> dict[str, object]:
+    def _line(self, arrival: Arrival, known: dict[Hashable, int]) -> dict[str, object]:
         blocks = -(-arrival.prompt_tokens // MOONCAKE_BLOCK_TOKENS)
         shared = [
             known.get(key) if key in known else known.setdefault(key, next(self._ids))
-            for block in arrival.prefix
-            for key in ((block.id, n) for n in range(block.tokens // MOONCAKE_BLOCK_TOKENS))
+            for key in _whole_blocks(arrival.prefix)
         ][:blocks]
         own = [next(self._ids) for _ in range(blocks - len(shared))]
         return {
@@ -111,3 +110,20 @@ class TraceWriter:
             "output_length": arrival.output_tokens,
             "hash_ids": shared + own,
         }
+
+
+def _whole_blocks(prefix: Iterable[Block]) -> Iterator[Hashable]:
+    """Yield what names each block of Mooncake's size in a common beginning, as far as it has some.
+
+    A block of a trace may have several of them, or be one of several in it.
+    """
+    small, tokens = list[str](), 0
+    for block in prefix:
+        yield from ((block.id, n) for n in range(block.tokens // MOONCAKE_BLOCK_TOKENS))
+        if block.tokens >= MOONCAKE_BLOCK_TOKENS:
+            continue
+        small.append(block.id)
+        tokens += block.tokens
+        if tokens >= MOONCAKE_BLOCK_TOKENS:
+            yield tuple(small)
+            small, tokens = [], 0

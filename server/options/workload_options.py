@@ -36,7 +36,7 @@ def add_workload_options(parser: ArgumentParser) -> None:
         "--trace",
         required=True,
         metavar="FILE|SHAPE",
-        help="a trace (Azure or BurstGPT CSV, Mooncake JSONL, or one's own), or one of "
+        help="a trace (Azure or BurstGPT CSV, Mooncake or Bailian JSONL, or one's own), or one of "
         f"{', '.join(SHAPES)}",
     )
     add("--rate-scale", type=float, default=1.0, metavar="X", help="send requests X times as fast")

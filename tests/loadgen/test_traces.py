@@ -61,6 +61,21 @@ def test_mooncake(tmp_path: Path) -> None:
     assert second.prefix == first.prefix[:1]
 
 
+def test_qwen_on_bailian(tmp_path: Path) -> None:
+    """It has Mooncake's fields, but seconds and smaller blocks, and says of which chat each is."""
+    text = (
+        '{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40,'
+        ' "output_length": 132, "type": "text", "turn": 1, "hash_ids": [1089, 1090, 7]}\n'
+        '{"chat_id": 160, "parent_chat_id": 159, "timestamp": 62.5, "input_length": 20,'
+        ' "output_length": 9, "type": "search", "turn": 2, "hash_ids": [1089, 8]}\n'
+    )
+    first, second = read_trace(write(tmp_path, text)).arrivals
+    assert (first.at, first.prompt_tokens, first.output_tokens) == (0.0, 40, 132)
+    assert first.prefix == (Block("1089", 16), Block("1090", 16), Block("7", 16))
+    assert second.at == pytest.approx(1.386)
+    assert second.prefix[0] == first.prefix[0]
+
+
 def test_the_projects_own_format(tmp_path: Path) -> None:
     text = (
         '{"at": 1.5, "prompt_tokens": 90, "output_tokens": 5, "priority": -3,'

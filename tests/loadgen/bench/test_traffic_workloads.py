@@ -45,3 +45,21 @@ def test_prompts_keep_what_they_share_and_share_nothing_with_other_traces(tmp_pa
     used = [{n for line in trace for n in line["hash_ids"]} for trace in (first, second)]
     assert not used[0] & used[1]
     assert [(line["timestamp"], line["output_length"]) for line in first] == [(0.0, 1), (1500.0, 2)]
+
+
+def test_small_blocks_are_put_together(tmp_path: Path) -> None:
+    """32 blocks of 16 tokens are one of Mooncake's; what is left over is shared with nobody."""
+    common = [Block(f"c{n}", 16) for n in range(32)]
+    first, second, other = (
+        Arrival(0.0, 16 * 70, 1, prefix=tuple(blocks))
+        for blocks in (
+            [*common, *(Block(f"a{n}", 16) for n in range(38))],
+            [*common, *(Block(f"b{n}", 16) for n in range(38))],
+            [*common[1:], *(Block(f"a{n}", 16) for n in range(39))],
+        )
+    )
+    path = TraceWriter(tmp_path).write(Workload("w", (first, second, other)))
+    found = [line["hash_ids"] for line in lines(path)]
+    assert [len(ids) for ids in found] == [3, 3, 3]
+    assert found[0][0] == found[1][0]
+    assert len({*found[0], *found[1], *found[2]}) == 8, "all others are their own"
