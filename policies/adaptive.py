@@ -1,24 +1,25 @@
 """The layout in which the requests that really come cost the least time.
 
-Every layout for all engines has a shadow (``hindsight.py``): a model of
-the node which gets the same requests. The policy adds up what each would have saved beside the
-current one, and changes to it when that has reached the price of the switch, as in the ski rental
-problem. So the regret about a layout that was kept too long is about the price. When a part of it
-has been saved, the policy looks ahead: the latest requests come again, with and without the switch
-(``hindsight.foreseen``). What this saves pays the rest, and what would lose so is not done. If a
-busy node has a sudden surge, the policy looks ahead to narrower units at once. It also remembers
-for minutes by how much the node was slower than each layout would have been, the stops of its
-switches included. While one layout would have been better, every other one must save its distance
-to that one besides the price. So a layout that is better in quiet moments, and much worse in sudden
-bursts, is not taken up again after each of them. Once a crowd has gone for longer than most bursts
-pause, none of this counts any more (``Memory.without_gone_crowd``).
+Every layout for all engines has a shadow (``hindsight.py``): a model of the node which gets the
+same requests. The policy adds up what each would have saved beside the current one, and changes to
+it when that has reached the price of the switch, as in the ski rental problem. So the regret about
+a layout that was kept too long is about the price. When a part of it has been saved, the policy
+looks ahead: the latest requests come again, with and without the switch (``hindsight.foreseen``).
+What this saves pays the rest, and what would lose so is not done. If a busy node has a sudden
+surge, the policy looks ahead to narrower units at once. It also remembers for minutes by how much
+the node was slower than each layout would have been, the stops of its switches included. While one
+layout would have been better, every other one must save its distance to that one besides the price.
+So a layout that is better in quiet moments, and much worse in sudden bursts, is not taken up again
+after each of them. Once a crowd has gone for longer than most bursts pause, none of this counts any
+more (``Memory.without_gone_crowd``).
 
-Where promises are given, a broken one counts as many seconds of its request (``jobs.py``). So the
-layout is kept that keeps most promises, and of several that keep the same the fastest. Urgent
-requests go first in every layout. While such come, they may have a group to themselves
-(``lane.py``), if an operator says so; then the candidates differ in the layout of the rest. If this
-group is missing, or a request is too long for the present units, the node changes at once to what a
-look ahead says is best of what has room for it.
+Where promises are given, a broken one counts like the seconds that it allows to its request
+(``jobs.py``). So the node keeps the layout that keeps most promises, and of several that keep the
+same, the fastest. Urgent requests go first in every layout. While such come, they may have a group
+to themselves (``lane.py``), if an operator says so. Then the candidates differ in the layout of the
+rest. If this group is missing, or a request is too long for the present units, the node changes at
+once. It takes the layout that a look ahead finds best among those with this group, or with room for
+the request.
 """
 
 import math
@@ -31,6 +32,7 @@ from shoal.policies.first_layout import first_layout
 from shoal.policies.flying import FLYING
 from shoal.policies.hindsight import (
     Hindsight,
+    Lasting,
     News,
     Staying,
     begin,
@@ -128,16 +130,9 @@ def _forced(
     The arguments are those of ``_by_hindsight``.
     """
     memory = _watched(snapshot, model, memory, lane)
-    seen, terms = memory.shadows, memory.terms
-    assert seen is not None
-    assert terms is not None
-    costs, stays = SwitchCosts(snapshot, model), Staying()
-
-    def brings(candidate: Partition) -> float:
-        stop = costs.whole_stop(candidate)
-        return foreseen(seen, candidate, stop, terms, stays=stays, caches=costs.empty_caches())
-
-    target = max(candidates_of(snapshot, needed, lane), key=brings, default=snapshot.partition)
+    able = candidates_of(snapshot, needed, lane)
+    ahead = _foreseen_of(able, memory, SwitchCosts(snapshot, model))
+    target = max(ahead, key=ahead.__getitem__, default=snapshot.partition)
     if target == snapshot.partition:
         return Plan(dispatches, memory=memory)
     is_long = widest(snapshot.partition) < needed
@@ -212,12 +207,13 @@ class _Books:
         pause *= _crowd(snapshot)
         if snapshot.since_switch < LEAST_SECONDS or snapshot.now - self.memory.looked < pause:
             return []
-        near = [c for c, one in self.accounts.items() if one.is_near or self._is_urgent(c)]
+        near = [c for c, one in self.accounts.items() if one.is_near or self._may_leave_for(c)]
         if not snapshot.requests:  # a group that nobody is in can be left when a crowd is there
             near = [c for c in near if len(c) < len(snapshot.partition)]
         return near
 
-    def _is_urgent(self, candidate: Partition) -> bool:
+    def _may_leave_for(self, candidate: Partition) -> bool:
+        """Return whether a surge suffices for this one."""
         return candidate in self.surge and self.accounts[candidate].has_room
 
 
@@ -251,21 +247,28 @@ def _balanced(snapshot: Snapshot, costs: SwitchCosts, memory: Memory) -> _Books:
     return _Books(memory, accounts, regrets, surge)
 
 
+def _foreseen_of(
+    candidates: Iterable[Partition], memory: Memory, costs: SwitchCosts, lasting: Lasting = ()
+) -> dict[Partition, float]:
+    """Return what a switch to each of some candidates will bring (``hindsight.foreseen``)."""
+    seen, terms = memory.shadows, memory.terms
+    assert seen is not None
+    assert terms is not None
+    stays, caches = Staying(), costs.empty_caches()
+    return {
+        candidate: foreseen(
+            seen, candidate, costs.whole_stop(candidate), terms, lasting, stays, caches
+        )
+        for candidate in candidates
+    }
+
+
 def _looked_ahead(
     snapshot: Snapshot, costs: SwitchCosts, books: _Books, near: Iterable[Partition]
 ) -> tuple[Partition | None, _Books]:
     """Return to which of some candidates a switch pays, if to any, and the books after that."""
     memory = books.memory
-    seen, terms = memory.shadows, memory.terms
-    assert seen is not None
-    assert terms is not None
-    lasting, stays, caches = memory.surges.lasting(snapshot.now), Staying(), costs.empty_caches()
-
-    def brings(candidate: Partition) -> float:
-        stop = costs.whole_stop(candidate)
-        return foreseen(seen, candidate, stop, terms, lasting, stays, caches)
-
-    ahead = {candidate: brings(candidate) for candidate in near}
+    ahead = _foreseen_of(near, memory, costs, memory.surges.lasting(snapshot.now))
     worth = {c: seconds - books.accounts[c].unpaid for c, seconds in ahead.items()}
     best = max(worth, key=worth.__getitem__)
     pays = worth[best] > 0.0
