@@ -19,6 +19,10 @@ BENCHMARKS = {
         "shoal.loadgen.bench.traffic",
         "stock vLLM's DP and TP, and Shoal, with their own defaults, on any traffic",
     ),
+    "regret": (
+        "shoal.loadgen.bench.regret",
+        "a policy beside every fixed layout, on random loads or your own, simulated",
+    ),
     "batch": (
         "shoal.loadgen.bench.batch_beside_people",
         "people's latencies without a batch and with one beside them",

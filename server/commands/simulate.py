@@ -8,8 +8,8 @@ import argparse
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -52,6 +52,18 @@ from shoal.server.options.workload_options import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """How one policy served the workload."""
+
+    node: Node
+    run: Run[Arrival]
+    records: Sequence[figures.Record]
+    report: figures.Report
+    seconds: float
+    """How long the simulation took."""
+
+
 def main(argv: Sequence[str]) -> int:
     """Run ``shoal simulate`` and return the exit code.
 
@@ -59,21 +71,28 @@ def main(argv: Sequence[str]) -> int:
         UserError: an argument or a file is not valid.
     """
     args = _parser().parse_args(argv)
+    workload = read_workload(args)
+    runs = []
     try:
-        policies = [policy.name for policy in load_policies(*args.policy.split(","))]
-        objectives = read_objectives(args)
-        node = _node(args, policies, objectives)
-        workload = read_workload(args)
-        nodes = [replace(node, share_weights=_share(args, node, each)) for each in policies]
-        pairs = zip(nodes, policies, strict=True)
-        runs = [_simulate(each, policy, workload, objectives) for each, policy in pairs]
-    except (FileError, PolicyError) as error:
-        raise UserError(str(error)) from error
+        for one in _simulate_all(args, workload):
+            _tell(args, one)
+            runs.append(one)
     except SimulationError as error:
         print(f"shoal: the simulated node failed: {error}", file=sys.stderr)
         return 1
-    _show(args, workload, runs, objectives)
+    _show(args, workload, runs)
     return 0
+
+
+def simulate_options(argv: Sequence[str]) -> list[Simulated]:
+    """Return what ``shoal simulate`` finds with these arguments, for each policy; print nothing.
+
+    Raises:
+        UserError: an argument or a file is not valid.
+        SimulationError: a node stopped with requests left.
+    """
+    args = _parser().parse_args(argv)
+    return [*_simulate_all(args, read_workload(args))]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -214,10 +233,7 @@ def _share(args: Namespace, node: Node, policy: str) -> int:
         return int(args.share_weights)
     room = node.hardware.memory_bytes * MEMORY_SHARE
     limits = weight_limits(policy, node.max_group, has_experts=node.shape.experts > 0)
-    found = fewest_sharers(node.shape, room, node.engines, node.max_sp, limits) or node.engines
-    if found > 1:
-        print(f"{policy}: --share-weights {found}", file=sys.stderr)
-    return found
+    return fewest_sharers(node.shape, room, node.engines, node.max_sp, limits) or node.engines
 
 
 def _corrections(path: Path | None) -> tuple[Correction, ...]:
@@ -242,9 +258,22 @@ def _layout(name: str | None, max_group: int, max_pp: int) -> Layout | None:
     return known[name]
 
 
+def _simulate_all(args: Namespace, workload: Workload) -> Iterator[Simulated]:
+    """Serve the workload under one policy after the other."""
+    try:
+        policies = [policy.name for policy in load_policies(*args.policy.split(","))]
+        objectives = read_objectives(args)
+        node = _node(args, policies, objectives)
+        for policy in policies:
+            own = replace(node, share_weights=_share(args, node, policy))
+            yield _simulate(own, policy, workload, objectives)
+    except (FileError, PolicyError) as error:
+        raise UserError(str(error)) from error
+
+
 def _simulate(
     node: Node, policy: str, workload: Workload, objectives: Sequence[figures.Objective]
-) -> tuple[Run[Arrival], Sequence[figures.Record], figures.Report]:
+) -> Simulated:
     begin = time.monotonic()
     run = simulate(node, policy, workload.arrivals)
     records = records_of(run)
@@ -256,14 +285,20 @@ def _simulate(
         objectives=objectives,
         step_errors=run.step_errors,
     )
-    last = max((r.ended for r in records if r.ended is not None), default=0.0)
-    took = time.monotonic() - begin
-    print(f"{policy}: {last:.0f} s simulated in {took:.1f} s", file=sys.stderr)
-    for change in run.memory_changes:
+    return Simulated(node, run, records, one, time.monotonic() - begin)
+
+
+def _tell(args: Namespace, one: Simulated) -> None:
+    """Tell the user about a simulation that ended."""
+    policy = one.run.policy
+    if not isinstance(args.share_weights, int) and one.node.share_weights > 1:
+        print(f"{policy}: --share-weights {one.node.share_weights}", file=sys.stderr)
+    last = max((r.ended for r in one.records if r.ended is not None), default=0.0)
+    print(f"{policy}: {last:.0f} s simulated in {one.seconds:.1f} s", file=sys.stderr)
+    for change in one.run.memory_changes:
         print(f"{policy}: {change.line()}", file=sys.stderr)
-    if run.policy_errors:
-        print(f"{policy}: {run.policy_errors} plans could not be done", file=sys.stderr)
-    return run, records, one
+    if one.run.policy_errors:
+        print(f"{policy}: {one.run.policy_errors} plans could not be done", file=sys.stderr)
 
 
 def records_of(run: Run[Arrival]) -> list[figures.Record]:
@@ -296,13 +331,8 @@ def _switching(run: Run[Arrival]) -> figures.Switching:
     )
 
 
-def _show(
-    args: Namespace,
-    workload: Workload,
-    runs: Sequence[tuple[Run[Arrival], Sequence[figures.Record], figures.Report]],
-    objectives: Sequence[figures.Objective],
-) -> None:
-    reports = [one for _, _, one in runs]
+def _show(args: Namespace, workload: Workload, runs: Sequence[Simulated]) -> None:
+    reports = [one.report for one in runs]
     print(text_tables.side_by_side(reports))
     if args.json is not None:
         about = {
@@ -319,12 +349,12 @@ def _show(
     if args.plot is not None:
         timelines = [
             Timeline(
-                run.policy,
-                records,
-                tokens=run.tokens,
-                layouts=[(at, [unit.engines for unit in units]) for at, units in run.layouts],
+                one.run.policy,
+                one.records,
+                tokens=one.run.tokens,
+                layouts=[(at, [unit.engines for unit in units]) for at, units in one.run.layouts],
             )
-            for run, records, _ in runs
+            for one in runs
         ]
         title = f"{workload.name} x {args.rate_scale:g} on {args.engines} engines"
-        write_file(args.plot, plot.draw(title, timelines, objectives).encode())
+        write_file(args.plot, plot.draw(title, timelines, read_objectives(args)).encode())
