@@ -7,7 +7,6 @@ hash are given out first, then the block that was free for longest.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice, takewhile
 
 
 class FakeBlocks:
@@ -15,7 +14,9 @@ class FakeBlocks:
 
     def __init__(self, blocks: Sequence[int] = ()) -> None:
         self._free = OrderedDict.fromkeys(sorted(blocks))
-        """In the order in which they are given out."""
+        """In the order in which they are given out: those that cache nothing come first."""
+        self._plain = len(self._free)
+        """How many of the free blocks cache nothing."""
         self._more: Counter[int] = Counter()
         """How many requests hold a block beside the first one."""
         self._hashes: dict[int, bytes] = {}
@@ -36,14 +37,13 @@ class FakeBlocks:
         return len(self._hashes)
 
     def uncached(self, enough: int) -> int:
-        """Return how many ids come before the first that caches something; count to ``enough``."""
-        first = takewhile(lambda block: block not in self._hashes, self._free)
-        return sum(1 for _ in islice(first, enough))
+        """Return how many free ids cache nothing, which is ``enough`` at most."""
+        return min(enough, self._plain)
 
     def take(self, count: int) -> list[int]:
         """Take out and return up to ``count`` ids; they cache nothing any more."""
         taken = [self._free.popitem(last=False)[0] for _ in range(min(count, len(self._free)))]
-        self._evict(taken)
+        self._plain -= len(taken) - self._evict(taken)
         return taken
 
     def take_out(self, blocks: Iterable[int]) -> list[int]:
@@ -51,7 +51,7 @@ class FakeBlocks:
         taken = [block for block in blocks if block in self._free]
         for block in taken:
             del self._free[block]
-        self._evict(taken)
+        self._plain -= len(taken) - self._evict(taken)
         return taken
 
     def give(self, blocks: Iterable[int]) -> None:
@@ -65,15 +65,13 @@ class FakeBlocks:
             else:
                 plain.append(block)
         for block in reversed(plain):
-            self._free[block] = None
-            self._free.move_to_end(block, last=False)
+            self._give_first(block)
 
     def replace(self, others: Mapping[int, int]) -> None:
         """Let blocks, which were taken out, stand for others, which are free from now on."""
         for block, other in others.items():
             self._more[other] = self._more.pop(block, 0)
-            self._free[block] = None
-            self._free.move_to_end(block, last=False)
+            self._give_first(block)
             if (prefix := self._hashes.get(block)) is not None:
                 self._evict([block])
                 self.cache(other, prefix)
@@ -110,17 +108,28 @@ class FakeBlocks:
 
     def forget(self) -> None:
         """Forget every cached prefix."""
+        self._plain = len(self._free)
         self._hashes.clear()
         self._cached.clear()
 
-    def _evict(self, blocks: Iterable[int]) -> None:
+    def _give_first(self, block: int) -> None:
+        """Put a block back that caches nothing: it is the next one to be given out."""
+        self._free[block] = None
+        self._free.move_to_end(block, last=False)
+        self._plain += 1
+
+    def _evict(self, blocks: Iterable[int]) -> int:
+        """Let blocks cache nothing any more; return how many did."""
+        evicted = 0
         for block in blocks:
             prefix = self._hashes.pop(block, None)
             if prefix is not None:
+                evicted += 1
                 others = self._cached[prefix]
                 del others[block]
                 if not others:
                     del self._cached[prefix]
+        return evicted
 
     def misheld(self, held: Iterable[int]) -> list[int]:
         """Return the blocks whose holders were miscounted.

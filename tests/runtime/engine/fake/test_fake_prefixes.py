@@ -4,6 +4,8 @@ from itertools import count
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.policies.values.layouts import DP
 from shoal.runtime.clock import ManualClock
@@ -194,3 +196,34 @@ def test_lent_blocks_and_a_reset_forget_what_they_cached() -> None:
     assert [cached(0), cached(0)] == [0, 16]
     backend.utility([msgspec.msgpack.encode([0, 1, "reset_prefix_cache", []])])
     assert cached(0) == 0
+
+
+@given(st.data())
+def test_the_free_blocks_that_cache_nothing_are_counted(data: st.DataObject) -> None:
+    blocks = FakeBlocks(range(12))
+    held: list[int] = []
+    cached: dict[int, bytes] = {}
+    for step in range(40):
+        match data.draw(st.sampled_from(("take", "give", "cache", "hold", "take out", "forget"))):
+            case "take":
+                held += (taken := blocks.take(data.draw(st.integers(1, 4))))
+                cached = {block: cached[block] for block in cached if block not in taken}
+            case "give" if held:
+                given_back = data.draw(st.lists(st.sampled_from(held), unique=True))
+                blocks.give(given_back)
+                held = [block for block in held if block not in given_back]
+            case "cache" if held and held[-1] not in cached:
+                blocks.cache(held[-1], cached.setdefault(held[-1], str(step).encode()))
+            case "hold":
+                found = blocks.find(prefix for block, prefix in cached.items() if block not in held)
+                blocks.hold(found)
+                held += found
+            case "take out" if blocks.ids:
+                held += (taken := blocks.take_out(blocks.ids[-2:]))
+                cached = {block: cached[block] for block in cached if block not in taken}
+            case "forget":
+                blocks.forget()
+                cached = {}
+        plain = sum(block not in cached for block in blocks.ids)
+        assert blocks.uncached(100) == plain
+        assert blocks.uncached(2) == min(2, plain)
