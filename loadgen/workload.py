@@ -112,6 +112,8 @@ class Workload:
         """
         if not factor > 0:
             raise ValueError(f"lengths cannot be scaled by {factor:g}")
+        if factor == 1:
+            return self
 
         def size(tokens: int) -> int:
             return max(1, round(tokens * factor))
