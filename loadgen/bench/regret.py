@@ -185,15 +185,13 @@ def _simulate(options: Sequence[str], policy: str, *more: str) -> Simulated:
 def fixed_ways(node: Node) -> dict[str, tuple[str, ...]]:
     """Return the policies, and further options, that hold a node in one layout, by its name.
 
-    Groups run their long steps in SP where the node has it; the widest one also runs without.
+    Where the node has SP, its groups run those steps in it that are faster so. TP alone is no way
+    of its own there: it is behind, and a node that falls behind takes long to simulate.
     """
-    layouts = [layout for layout in layouts_up_to(node.max_group) if layout.tp > 1]
-    widest = layouts[-1].name
-    ways: dict[str, tuple[str, ...]] = {"dp": ("static-dp",), widest: ("static-tp",)}
-    if node.max_sp > 1:
-        ways[f"{widest} with SP"] = ("shift",)
-    narrow = [layout.name for layout in layouts[:-1]]
-    return ways | {name: ("manual", "--layout", name) for name in narrow}
+    layouts = [layout.name for layout in layouts_up_to(node.max_group) if layout.tp > 1]
+    group = ("shift" if node.max_sp > 1 else "static-tp",)
+    narrow = {name: ("manual", "--layout", name) for name in layouts[:-1]}
+    return {"dp": ("static-dp",), **narrow, layouts[-1]: group}
 
 
 def way_of(simulated: Simulated) -> Way:

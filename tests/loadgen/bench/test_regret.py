@@ -37,9 +37,9 @@ def node(engines: int, max_sp: int) -> Node:
 
 
 def test_every_layout_of_a_node_is_a_fixed_way() -> None:
-    assert [*fixed_ways(node(2, 2))] == ["dp", "tp2", "tp2 with SP"]
-    assert [*fixed_ways(node(8, 8))] == ["dp", "tp8", "tp8 with SP", "tp2", "tp4"]
-    assert [*fixed_ways(node(4, 1))] == ["dp", "tp4", "tp2"]
+    assert fixed_ways(node(2, 2)) == {"dp": ("static-dp",), "tp2": ("shift",)}
+    assert fixed_ways(node(2, 1)) == {"dp": ("static-dp",), "tp2": ("static-tp",)}
+    assert [*fixed_ways(node(8, 8))] == ["dp", "tp2", "tp4", "tp8"]
 
 
 def test_a_policy_that_holds_the_wrong_layout_is_behind(
