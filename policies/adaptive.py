@@ -379,8 +379,8 @@ def _followed(
     if here not in dict(seen.trials):
         return follow(seen, snapshot, news, terms), 0.0
     now = moved(seen, here, terms)
-    stayed = seen.current.all_in_all(terms) - seen.current.spent(seen.at)
-    brings = stayed - now.current.all_in_all(terms)
+    stayed = seen.current.final_cost(terms) - seen.current.cost_so_far(seen.at)
+    brings = stayed - now.current.final_cost(terms)
     return levelled(follow(now, snapshot, news, terms), terms), brings
 
 

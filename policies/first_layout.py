@@ -49,7 +49,7 @@ def _spent(
     for job in _made_up(prompt, output, rate):
         shadow.advance(job.start, terms)
         shadow.put(job, terms)
-    return shadow.all_in_all(terms)
+    return shadow.final_cost(terms)
 
 
 def _made_up(prompt: float, output: float, rate: float) -> Iterator[Job]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shoal.policies.guessed_outputs import drawn_output, longer_output, rest_of_output, uncensored
 from shoal.policies.jobs import Decode, Job, kind_of
-from shoal.policies.shadow import Present, Shadow, Units, fork, present
+from shoal.policies.shadow import Population, Shadow, Units, shadow_of
 from shoal.policies.terms import TermsOf
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
@@ -56,7 +56,7 @@ class Beginning(NamedTuple):
 
     def differ(self, terms: TermsOf) -> float:
         """Return by how many seconds more the requests take in the candidate, if no other comes."""
-        return self.there.all_in_all(terms) - self.here.all_in_all(terms)
+        return self.there.final_cost(terms) - self.here.final_cost(terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def begin(
     """
     now, here = snapshot.now, snapshot.partition
     seen = Hindsight(now, here, Shadow([]), (), began=now, lane=lane)
-    current = fork(seen.units(here), on_node(snapshot), now, terms)
+    current = shadow_of(seen.units(here), on_node(snapshot), now, terms)
     trials = tuple((candidate, Trial(current, 0.0)) for candidate in candidates)
     return renewed(replace(seen, current=current, trials=trials), candidates, terms)
 
@@ -228,9 +228,9 @@ def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
 
     They include those of requests that are still there, as if no other came.
     """
-    here = seen.current.all_in_all(terms)
+    here = seen.current.final_cost(terms)
     return {
-        partition: trial.raised + trial.differ + here - trial.shadow.all_in_all(terms)
+        partition: trial.raised + trial.differ + here - trial.shadow.final_cost(terms)
         for partition, trial in seen.trials
     }
 
@@ -301,11 +301,11 @@ def foreseen(
     until = seen.current.copy()
     until.advance(seen.at + stop, terms)
     begin = max(queue.clock for queue in until.queues)
-    here = present(until)
+    here = until.population()
     # A prompt that has begun is carried. The others wait in the order of their turns.
     waiting = [job if job.came == -inf else caches.job(job) for job in here.waiting]
-    there = fork(seen.units(to), here._replace(waiting=waiting), begin, terms)
-    so_far = until.spent(begin)
+    there = shadow_of(seen.units(to), here._replace(waiting=waiting), begin, terms)
+    so_far = until.cost_so_far(begin)
     horizons = SURGE_HORIZONS if lasting else HORIZONS
 
     def worth(future: Future) -> float:
@@ -343,7 +343,7 @@ def _again(
             comes = Job(at, job.new, job.prompt, job.output, kind=job.kind)
             shadow.put(comes if caches is None else caches.job(comes), terms)
             at, job = next(coming, (inf, None))
-        yield shadow.all_in_all(terms), shadow.requests
+        yield shadow.final_cost(terms), shadow.requests
 
 
 def _mirrored(seen: Hindsight, length: float = 1.0) -> Iterator[tuple[float, Job]]:
@@ -376,11 +376,11 @@ def _repeated(seen: Hindsight) -> Iterator[tuple[float, Job]]:
 
 def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hindsight:
     """Return shadows of which those of some candidates begin again, from where the node is."""
-    here = present(seen.current)
+    here = seen.current.population()
     trials = []
     for partition, trial in seen.trials:
         if partition in again:
-            shadow = fork(seen.units(partition), here, seen.at, terms)
+            shadow = shadow_of(seen.units(partition), here, seen.at, terms)
             trial = _begun(shadow, seen.current, terms)
         trials.append((partition, trial))
     return replace(seen, trials=tuple(trials))
@@ -405,7 +405,7 @@ def moved(seen: Hindsight, to: Partition, terms: TermsOf) -> Hindsight:
     always had the new partition has other ones. What each has saved beside it is to be
     ``levelled``, but not before ``follow`` has told all which requests are longer than was guessed.
     """
-    current = fork(seen.units(to), present(seen.current), seen.at, terms)
+    current = shadow_of(seen.units(to), seen.current.population(), seen.at, terms)
     shadows = {p: t.shadow for p, t in seen.trials if p != to} | {seen.here: seen.current}
     trials = tuple((p, Trial(shadow, 0.0)) for p, shadow in shadows.items())
     return replace(seen, here=to, current=current, trials=trials)
@@ -417,7 +417,7 @@ def levelled(seen: Hindsight, terms: TermsOf) -> Hindsight:
     return replace(seen, trials=trials)
 
 
-def on_node(snapshot: Snapshot) -> Present:
+def on_node(snapshot: Snapshot) -> Population:
     """Return the requests that are on the node, as far as the snapshot tells.
 
     Those that no unit can hold are left out: they will be refused.
@@ -439,7 +439,7 @@ def on_node(snapshot: Snapshot) -> Present:
         job = _job(snapshot, request.prompt_tokens, drawn)
         kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)
         waiting.append(job._replace(key=request.request_id, kind=kind))
-    return Present(decoding, waiting, {})
+    return Population(decoding, waiting, {})
 
 
 def _job(snapshot: Snapshot, prompt: int, drawn: int) -> Job:

@@ -102,8 +102,10 @@ class Decode(NamedTuple):
     """A request that decodes in a shadow."""
 
     end: int
-    """The step of its unit that generates its last token."""
+    """The number of the step of its unit that generates its last token. Of a request that is in no
+    unit (``shadow.Population``): how many tokens it still generates."""
     start: float
+    """See ``Job``."""
     tokens: int
     """All its tokens at its end."""
     output: int = 0
@@ -134,4 +136,4 @@ class Guessed(NamedTuple):
 
     at: float
     """When it ended in the shadow, seconds."""
-    one: Decode
+    decode: Decode

@@ -31,9 +31,10 @@ _turn = attrgetter("turn")
 
 @dataclass(slots=True)
 class Queue:
-    """One unit of a shadow.
+    """One unit of a shadow: what it computes, and what waits for that.
 
     Attributes:
+        layout: the unit's.
         clock: when its present step ends, seconds.
         steps: how many steps have ended then.
         waiting: requests whose prompts are not computed, in order.
@@ -41,8 +42,8 @@ class Queue:
         queued: prompt tokens that are still to be computed.
         running: requests that decode; a heap.
         context: tokens whose KV a step of them reads.
-        ended: seconds that the requests have spent here that have ended.
-        guessed: those of them of which the node has not said how long they are.
+        ended_cost: what the requests have cost here that have ended, seconds (``Decode.cost``).
+        guessed: those of them of which the node has not said how long they are, by their keys.
         is_lane: whether it serves urgent requests, and no others.
     """
 
@@ -54,7 +55,7 @@ class Queue:
     queued: int = 0
     running: list[Decode] = field(default_factory=list)
     context: int = 0
-    ended: float = 0.0
+    ended_cost: float = 0.0
     guessed: dict[str, Guessed] = field(default_factory=dict)
     is_lane: bool = False
 
@@ -67,15 +68,15 @@ class Queue:
             guessed=self.guessed.copy(),
         )
 
-    def put(self, job: Job, terms: Terms) -> None:
+    def add_prompt(self, job: Job, terms: Terms) -> None:
         """Take a request whose prompt is to be computed."""
         job = job._replace(turn=terms.turn(job))
         # What is computed of the first one is not left for others.
         insort_right(self.waiting, job, lo=bool(self.computed), key=_turn)
         self.queued += job.new
 
-    def decode(self, one: Decode) -> None:
-        """Take a request that decodes; ``end`` is how many more tokens it is to generate."""
+    def add_decode(self, one: Decode) -> None:
+        """Take a request that decodes and has been in no unit: ``end`` counts its tokens."""
         self.context += one.tokens - one.end
         heappush(self.running, one._replace(end=self.steps + one.end))
 
@@ -85,7 +86,7 @@ class Queue:
             if job.key == key:
                 del self.waiting[k]
                 self.queued -= job.new
-                self.put(job._replace(new=max(1, job.prompt - tokens)), terms)
+                self.add_prompt(job._replace(new=max(1, job.prompt - tokens)), terms)
                 return
 
     def expect(self, key: str, output: int, terms: Terms, *, known: bool) -> bool:
@@ -109,18 +110,19 @@ class Queue:
         end = self.guessed.pop(key, None)
         if end is None or not output:
             return end is not None
-        one = end.one
+        one = end.decode
         more = output - one.output
         if more <= 0:
-            self.ended += more * self._pace(terms)
+            self.ended_cost += more * self._decode_seconds(terms)
         else:
             # It has not been here since its guessed end, so that time does not count.
-            self.ended -= one.cost(end.at)
+            self.ended_cost -= one.cost(end.at)
             goes_on = one._replace(end=more, tokens=one.tokens + more, output=output, key=then)
-            self.decode(goes_on.later(self.clock - end.at))
+            self.add_decode(goes_on.later(self.clock - end.at))
         return True
 
     def _expect_running(self, k: int, output: int, key: str, terms: Terms) -> None:
+        """Note how many tokens the request at place ``k`` of ``running`` will get, or has got."""
         one = self.running[k]
         more = output - one.output
         late = self.steps - one.end - more
@@ -131,10 +133,12 @@ class Queue:
             self.running[k] = self.running[-1]
             self.running.pop()
             self.context -= one.tokens - (one.end - self.steps)
-            self.ended += then.cost(max(one.start, self.clock - late * self._pace(terms)))
+            self.ended_cost += then.cost(
+                max(one.start, self.clock - late * self._decode_seconds(terms))
+            )
         heapify(self.running)
 
-    def _pace(self, terms: Terms) -> float:
+    def _decode_seconds(self, terms: Terms) -> float:
         """Return the seconds of a step that decodes what is here, and at least one request."""
         count = max(1, len(self.running))
         return terms.decode.step(count, self.context, self.context, count)
@@ -143,9 +147,9 @@ class Queue:
         """Compute steps until one ends at ``until`` or later."""
         while self.clock < until and (self.waiting or self.running):
             if self.waiting and self._has_room(terms):
-                self._prompts(terms)
+                self._step_with_prompts(terms)
             else:
-                self._decodes(until, terms)
+                self._steps_of_decodes(until, terms)
         if self.clock < until < inf:
             self.clock = until
 
@@ -155,27 +159,31 @@ class Queue:
         fits = self.context + self.waiting[0].prompt <= terms.tokens
         return fits and len(self.running) < terms.seats
 
-    def _decodes(self, until: float, terms: Terms) -> None:
+    def _steps_of_decodes(self, until: float, terms: Terms) -> None:
+        """Compute steps that only decode, until one ends at ``until`` or a request ends.
+
+        They are taken at once: their mean context stands for each of theirs.
+        """
         count = len(self.running)
         steps = self.running[0].end - self.steps
         if until < inf or steps <= 1:
-            seconds = self._turns(self.context, terms)
+            seconds = self._oversubscription(self.context, terms)
             seconds *= terms.decode.step(count, self.context, self.context, count)
             steps = min(steps, ceil((until - self.clock) / seconds)) if until < inf else steps
         if steps > 1:
             context = self.context + count * (steps - 1) / 2
-            seconds = self._turns(context, terms)
+            seconds = self._oversubscription(context, terms)
             seconds *= terms.decode.step(count, context, context, count)
-        self._step(steps, steps * seconds)
+        self._pass_time(steps, steps * seconds)
 
-    def _turns(self, context: float, terms: Terms) -> float:
-        """Return how many times as long each waits as if there were room for all at once.
+    def _oversubscription(self, context: float, terms: Terms) -> float:
+        """Return how many times as long each step takes because there is no room for all at once.
 
-        A switch may bring more than there is room for.
+        A switch may bring more requests than there is room for. They then take turns.
         """
         return max(1.0, len(self.running) / terms.seats, context / terms.tokens)
 
-    def _step(self, steps: int, seconds: float) -> None:
+    def _pass_time(self, steps: int, seconds: float) -> None:
         """Let time pass in which every running request gets ``steps`` tokens."""
         self.clock += seconds
         self.steps += steps
@@ -186,12 +194,12 @@ class Queue:
             self._end(one)
 
     def _end(self, one: Decode) -> None:
-        self.ended += one.cost(self.clock)
+        self.ended_cost += one.cost(self.clock)
         if one.key:
             self.guessed[one.key] = Guessed(self.clock, one)
 
-    def _prompts(self, terms: Terms) -> None:
-        """Compute a step that has as many tokens of waiting prompts as find room."""
+    def _step_with_prompts(self, terms: Terms) -> None:
+        """Compute a step with as many tokens of waiting prompts as find room (chunked prefill)."""
         decodes = len(self.running)
         budget = max(1, min(terms.chunk - decodes, terms.mixed if decodes else terms.chunk))
         space = terms.tokens - self.context if decodes else inf
@@ -211,7 +219,7 @@ class Queue:
             self.computed = 0
             done += 1
         self.queued -= tokens
-        self._step(1, terms.prompts(decodes + tokens, self.context, pairs, decodes))
+        self._pass_time(1, terms.prompts(decodes + tokens, self.context, pairs, decodes))
         for job in self.waiting[:done]:
             one = job.decoding(self.clock, self.steps)
             if one.output > 1:
@@ -227,12 +235,15 @@ class Queue:
         here = [one.key for one in self.running] + [job.key for job in self.waiting]
         return [*filter(None, here), *self.guessed]
 
-    def spent(self, now: float) -> float:
-        """Return the seconds that requests have spent here until now."""
-        here = sum(now - job.start for job in self.waiting)
-        return self.ended + here + sum(now - one.start for one in self.running)
+    def cost_so_far(self, now: float) -> float:
+        """Return what requests have cost here until now, in seconds.
 
-    def start(self, job: Job, terms: Terms) -> Start:
+        Broken promises of those that are still here are not in it.
+        """
+        here = sum(now - job.start for job in self.waiting)
+        return self.ended_cost + here + sum(now - one.start for one in self.running)
+
+    def predicted_start(self, job: Job, terms: Terms) -> Start:
         """Return what this unit makes of a request (``unit_costs.py``).
 
         It also waits for the present step, which may compute prompts of some of ``running``.
@@ -247,9 +258,24 @@ class Queue:
         return Start(wait + own, wait + reads + (1 + others) * own)
 
 
+Units = Collection[tuple[Layout, bool]]
+"""The layout of each unit, and whether it is kept for urgent requests."""
+
+
+class Population(NamedTuple):
+    """The requests that are on a node or in a shadow, whatever its units."""
+
+    decoding: Sequence[Decode]
+    """Requests that decode; ``end`` is how many more tokens each will generate."""
+    waiting: Sequence[Job]
+    """Requests whose prompts are not computed, each with what is left of it."""
+    guessed: Mapping[str, Guessed]
+    """Requests that seem to have ended, by their keys."""
+
+
 @dataclass(slots=True)
 class Shadow:
-    """The units of one partition.
+    """The units of one partition, and the requests that are in them.
 
     Attributes:
         queues: one for each unit.
@@ -274,11 +300,11 @@ class Shadow:
         queues = self.open_to(job.kind)
         best = queues[0]
         if len(queues) > 1:
-            starts = [queue.start(job, terms[queue.layout]) for queue in queues]
+            starts = [queue.predicted_start(job, terms[queue.layout]) for queue in queues]
             bound = latest(min([start.first_token for start in starts]))
             costs = [inf if start.first_token > bound else start.cost for start in starts]
             best = queues[costs.index(min(costs))]
-        best.put(job, terms[best.layout])
+        best.add_prompt(job, terms[best.layout])
 
     def open_to(self, kind: Kind) -> list[Queue]:
         """Return the queues to which a request may go."""
@@ -302,8 +328,8 @@ class Shadow:
 
         The last number is that of the guess.
         """
-        ended = (item for queue in self.queues for item in queue.guessed.items())
-        return [(key, end.one.tokens - end.one.output, end.one.output) for key, end in ended]
+        ended = ((key, end.decode) for queue in self.queues for key, end in queue.guessed.items())
+        return [(key, one.tokens - one.output, one.output) for key, one in ended]
 
     def end_all(self, terms: TermsOf) -> None:
         """Note that no request is on the node: those that nobody has told the end of are gone."""
@@ -312,9 +338,9 @@ class Shadow:
             for key in queue.keys:
                 queue.expect(key, 0, terms[queue.layout], known=True)
 
-    def spent(self, now: float) -> float:
-        """Return the seconds that requests have spent on all units until now."""
-        return sum(queue.spent(now) for queue in self.queues)
+    def cost_so_far(self, now: float) -> float:
+        """Return what requests have cost on all units until now, in seconds."""
+        return sum(queue.cost_so_far(now) for queue in self.queues)
 
     @property
     def keys(self) -> list[str]:
@@ -326,64 +352,47 @@ class Shadow:
         """How many requests are there."""
         return sum(len(queue.waiting) + len(queue.running) for queue in self.queues)
 
-    def all_in_all(self, terms: TermsOf) -> float:
-        """Return the seconds that requests will have spent on all units if no other comes."""
+    def final_cost(self, terms: TermsOf) -> float:
+        """Return what requests will have cost on all units if no other comes, in seconds."""
         rest = self.copy()
         rest.advance(inf, terms)
-        return sum(queue.ended for queue in rest.queues)
+        return sum(queue.ended_cost for queue in rest.queues)
+
+    def population(self) -> Population:
+        """Return the requests that are in it."""
+        decoding, waiting, guessed = [], [], dict[str, Guessed]()
+        for queue in self.queues:
+            decoding += [one._replace(end=one.end - queue.steps) for one in queue.running]
+            guessed |= queue.guessed
+            for k, job in enumerate(queue.waiting):
+                computed = 0 if k else queue.computed
+                came = -inf if computed else job.came
+                waiting.append(job._replace(new=job.new - computed, came=came))
+        return Population(decoding, waiting, guessed)
 
 
-Units = Collection[tuple[Layout, bool]]
-"""The layout of each unit, and whether it is kept for urgent requests."""
-
-
-class Present(NamedTuple):
-    """The requests that are on a node."""
-
-    decoding: Sequence[Decode]
-    """Requests that decode; ``end`` is how many more tokens each will generate."""
-    waiting: Sequence[Job]
-    guessed: Mapping[str, Guessed]
-    """Requests that seem to have ended."""
-
-
-def fork(
-    units: Units,
-    here: Present,
-    now: float,
-    terms: TermsOf,
-) -> Shadow:
+def shadow_of(units: Units, requests: Population, now: float, terms: TermsOf) -> Shadow:
     """Return the shadow of a partition in which these requests are.
+
+    What they have cost before it begins does not count in it.
 
     Args:
         units: those of the partition.
-        here: the requests; those that decode are divided so that units have about equal work.
+        requests: those that decode are divided so that units have about equal work, and those that
+            wait go where they cost least.
         now: when the shadow begins, seconds.
         terms: what units can do.
     """
     queues = [Queue(layout, now, is_lane=is_lane) for layout, is_lane in units]
     shadow = Shadow(queues, any(queue.is_lane for queue in queues))
-    for one in sorted(here.decoding, key=lambda one: -one.end):
+    for one in sorted(requests.decoding, key=lambda one: -one.end):
         among = shadow.open_to(one.kind)
-        emptiest = min(among, key=lambda one: len(one.running) / one.layout.world_size)
-        emptiest.decode(one._replace(start=now))
-    for job in sorted(here.waiting, key=attrgetter("since")):
+        emptiest = min(among, key=lambda queue: len(queue.running) / queue.layout.world_size)
+        emptiest.add_decode(one._replace(start=now))
+    for job in sorted(requests.waiting, key=attrgetter("since")):
         shadow.put(job._replace(start=now, came=job.since), terms)
-    # None of their time counts in this shadow, except what comes after their guessed end.
-    for key, end in here.guessed.items():
-        one = end.one.later(now - end.at)._replace(start=now)
+    # Of these, only what comes after their guessed end will count.
+    for key, end in requests.guessed.items():
+        one = end.decode.later(now - end.at)._replace(start=now)
         shadow.open_to(one.kind)[0].guessed[key] = Guessed(now, one)
     return shadow
-
-
-def present(shadow: Shadow) -> Present:
-    """Return the requests that are in a shadow."""
-    decoding, waiting, guessed = [], [], dict[str, Guessed]()
-    for queue in shadow.queues:
-        decoding += [one._replace(end=one.end - queue.steps) for one in queue.running]
-        guessed |= queue.guessed
-        for k, job in enumerate(queue.waiting):
-            computed = 0 if k else queue.computed
-            came = -inf if computed else job.came
-            waiting.append(job._replace(new=job.new - computed, came=came))
-    return Present(decoding, waiting, guessed)

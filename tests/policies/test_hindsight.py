@@ -285,7 +285,7 @@ def test_a_trial_is_told_of_its_own_requests_only() -> None:
     assert trial.told([("new", 7, True)], TERMS) is trial
     longer = trial.told([("old", 200, False)], TERMS)
     assert longer.first is not None
-    assert longer.first.here.all_in_all(TERMS) > trial.differ
+    assert longer.first.here.final_cost(TERMS) > trial.differ
     assert longer.told([("old", 200, True)], TERMS).first is None
 
 
@@ -301,7 +301,7 @@ def test_outputs_that_still_run_make_others_seem_longer() -> None:
     """Those that have ended are short, because the node has just begun."""
     here = Shadow([Queue(GROUP[0].layout, NOW)])
     for k in range(30):
-        here.queues[0].decode(Decode(100, NOW - 5.0, 610, 600, str(k)))
+        here.queues[0].add_decode(Decode(100, NOW - 5.0, 610, 600, str(k)))
     seen = Hindsight(NOW, GROUP, here, ())
     node = replace(snapshot(unit(GROUP[0], requests=30)), now=NOW + 0.1, outputs=(10,) * 20)
     arrived = tuple(request(f"new {k}", arrival=NOW) for k in range(40))

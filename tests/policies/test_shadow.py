@@ -6,7 +6,7 @@ from math import inf
 import pytest
 
 from shoal.policies.jobs import USUAL, Decode, Job, Kind, Promise
-from shoal.policies.shadow import Present, Queue, Shadow, fork, present
+from shoal.policies.shadow import Population, Queue, Shadow, shadow_of
 from shoal.policies.terms import Terms
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout
@@ -56,7 +56,7 @@ def test_a_request_takes_as_long_as_its_true_length_whatever_the_guess_was(guess
     one = shadow(guessed(guess))
     one.advance(0.5, ALL)
     one.expect("a", 100, ALL, known=True)
-    assert one.all_in_all(ALL) == pytest.approx(100 * STEP, abs=STEP)
+    assert one.final_cost(ALL) == pytest.approx(100 * STEP, abs=STEP)
 
 
 @pytest.mark.parametrize("guess", [50, 100, 400])
@@ -65,14 +65,14 @@ def test_nor_does_it_matter_that_the_end_is_known_late(guess: int) -> None:
     one = shadow(guessed(guess))
     one.advance(2.0, ALL)
     one.expect("a", 100, ALL, known=True)
-    assert one.all_in_all(ALL) == pytest.approx(100 * STEP, abs=2 * STEP)
+    assert one.final_cost(ALL) == pytest.approx(100 * STEP, abs=2 * STEP)
     assert one.requests == 0 or guess < 100
 
 
 def test_what_waits_gets_its_true_length_too() -> None:
     one = shadow(guessed(400))
     one.expect("a", 10, ALL, known=True)
-    assert one.all_in_all(ALL) == pytest.approx(10 * STEP)
+    assert one.final_cost(ALL) == pytest.approx(10 * STEP)
 
 
 def test_a_request_that_is_longer_than_the_guess_decodes_again() -> None:
@@ -93,7 +93,7 @@ def test_an_unknown_length_ends_a_request_now() -> None:
     one.advance(0.1, ALL)
     one.expect("a", 0, ALL, known=True)
     assert one.requests == 1
-    assert one.queues[0].ended == pytest.approx(0.1, abs=STEP)
+    assert one.queues[0].ended_cost == pytest.approx(0.1, abs=STEP)
     one.expect("of another node", 5, ALL, known=True)
     assert one.requests == 1
 
@@ -127,13 +127,13 @@ def test_a_unit_in_a_long_step_is_avoided() -> None:
 def test_guesses_go_along_when_another_shadow_begins_where_this_one_is() -> None:
     one = shadow(guessed(5), guessed(400, "b"))
     one.advance(0.2, ALL)
-    other = fork([(DP, False)] * 2, present(one), 0.2, ALL)
+    other = shadow_of([(DP, False)] * 2, one.population(), 0.2, ALL)
     assert other.guesses() == [("a", 100, 5)]
-    before = other.all_in_all(ALL)
+    before = other.final_cost(ALL)
     for key in "ab":
         other.expect(key, 105, ALL, known=True)
-    assert other.all_in_all(ALL) < before, "b was expected to be longer"
-    assert other.all_in_all(ALL) == pytest.approx((100 + 85) * STEP, abs=3 * STEP)
+    assert other.final_cost(ALL) < before, "b was expected to be longer"
+    assert other.final_cost(ALL) == pytest.approx((100 + 85) * STEP, abs=3 * STEP)
 
 
 def test_what_waits_in_several_units_goes_on_in_the_order_of_arrival() -> None:
@@ -141,8 +141,8 @@ def test_what_waits_in_several_units_goes_on_in_the_order_of_arrival() -> None:
     two = Shadow([Queue(DP, 0.0), Queue(DP, 0.0)])
     for queue, arrivals in zip(two.queues, ([0.1, 0.4], [0.2, 0.3]), strict=True):
         for at in arrivals:
-            queue.put(Job(at, 100, 100, 5, f"at {at}"), TERMS)
-    (one,) = fork([(DP, False)], present(two), 0.5, ALL).queues
+            queue.add_prompt(Job(at, 100, 100, 5, f"at {at}"), TERMS)
+    (one,) = shadow_of([(DP, False)], two.population(), 0.5, ALL).queues
     assert [job.key for job in one.waiting] == ["at 0.1", "at 0.2", "at 0.3", "at 0.4"]
 
 
@@ -173,9 +173,9 @@ def test_requests_for_which_there_is_no_room_wait_for_their_turn(short: str) -> 
     """A switch may bring more to a unit than it can decode at once."""
     one = Shadow([Queue(DP, 0.0)])
     for _ in range(8):
-        one.queues[0].decode(Decode(50, 0.0, 150))
+        one.queues[0].add_decode(Decode(50, 0.0, 150))
     narrow = TERMS._replace(seats=4) if short == "seats" else TERMS._replace(tokens=500)
-    wide, late = one.all_in_all(ALL), one.all_in_all({DP: narrow})
+    wide, late = one.final_cost(ALL), one.final_cost({DP: narrow})
     assert wide == pytest.approx(8 * 50 * STEP)
     assert late == pytest.approx(2 * wide, rel=0.1)
     one.advance(1.0, {DP: narrow})
@@ -185,10 +185,10 @@ def test_requests_for_which_there_is_no_room_wait_for_their_turn(short: str) -> 
 def order(*jobs: Job, terms: Terms = TERMS) -> list[str]:
     """Return in which order a shadow will compute prompts that wait behind another one."""
     queue = Queue(DP, 0.0)
-    queue.put(Job(0.0, 8192, 8192, 5, "begun"), terms)
+    queue.add_prompt(Job(0.0, 8192, 8192, 5, "begun"), terms)
     queue.computed = 1
     for job in jobs:
-        queue.put(job, terms)
+        queue.add_prompt(job, terms)
     assert queue.waiting[0].key == "begun", "what has begun is computed to its end"
     return [job.key for job in queue.waiting[1:]]
 
@@ -224,7 +224,7 @@ def test_prompts_keep_their_turn_in_another_layout() -> None:
     )
     one.queues[0].computed = 1
     for now in (2.0, 3.0):
-        one = fork([(DP, False)], present(one), now, ALL)
+        one = shadow_of([(DP, False)], one.population(), now, ALL)
         assert [job.key for job in one.queues[0].waiting] == ["begun", "long", "a", "b"]
 
 
@@ -242,7 +242,7 @@ def test_a_lane_serves_urgent_requests_and_no_others() -> None:
     waiting = [Job(0.0, 100, 100, 5, str(k), kind=URGENT if k == 3 else USUAL) for k in range(6)]
     decoding = [Decode(50, 0.0, 150, kind=kind) for kind in (URGENT, USUAL, USUAL)]
     units = [(DP, True), (DP, False), (DP, False)]
-    one = fork(units, Present(decoding, waiting, {}), 0.0, ALL)
+    one = shadow_of(units, Population(decoding, waiting, {}), 0.0, ALL)
     lane, *rest = one.queues
     assert [job.key for job in lane.waiting] == ["3"]
     assert len(lane.running) == len(rest[0].running) == len(rest[1].running) == 1
@@ -250,17 +250,17 @@ def test_a_lane_serves_urgent_requests_and_no_others() -> None:
     again = one.copy()
     again.put(Job(1.0, 100, 100, 5, "late"), ALL)
     assert len(again.queues[0].waiting) == 1
-    free = fork([(DP, False)] * 3, Present(decoding, waiting, {}), 0.0, ALL)
+    free = shadow_of([(DP, False)] * 3, Population(decoding, waiting, {}), 0.0, ALL)
     assert sorted(len(queue.waiting) for queue in free.queues) == [2, 2, 2]
 
 
 def test_a_broken_promise_counts_once_however_wrong_the_guess_was() -> None:
     """Outputs are taken to be shorter or longer at first; all tokens come too late."""
     kind = Kind(Promise(ttft=5.0, tpot=STEP / 4, worth=100.0))
-    true = shadow(Job(0.0, 100, 100, 50, kind=kind)).all_in_all(ALL)
+    true = shadow(Job(0.0, 100, 100, 50, kind=kind)).final_cost(ALL)
     assert true == pytest.approx(100.0 + 50 * STEP, abs=3 * STEP)
     for guess, told_at in ((5, 0.3), (50, 0.3), (400, 0.3), (400, 60 * STEP)):
         one = shadow(Job(0.0, 100, 100, guess, "a", kind=kind))
         one.advance(told_at, ALL)
         one.expect("a", 50, ALL, known=True)
-        assert one.all_in_all(ALL) == pytest.approx(true, abs=12 * STEP)
+        assert one.final_cost(ALL) == pytest.approx(true, abs=12 * STEP)
