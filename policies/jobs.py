@@ -46,7 +46,8 @@ class Kind(NamedTuple):
     """Whether it goes first, and to the units that are kept for urgent requests."""
 
 
-USUAL = Kind()
+USUAL, URGENT = Kind(), Kind(is_urgent=True)
+"""The kinds of requests that were promised nothing."""
 
 
 def kind_of(priority: int, targets: Sequence[Target], output: float) -> Kind:
@@ -59,7 +60,7 @@ def kind_of(priority: int, targets: Sequence[Target], output: float) -> Kind:
     """
     is_urgent = priority < NORMAL_PRIORITY
     if not targets:
-        return Kind(is_urgent=is_urgent)
+        return URGENT if is_urgent else USUAL
     found = next((one for one in targets if priority <= one.priority), targets[-1])
     worth = BROKEN * (found.ttft_seconds + output * found.tpot_seconds)
     promise = Promise(found.ttft_seconds, found.tpot_seconds, worth)
