@@ -1,17 +1,19 @@
 """The layout in which the requests that really come cost the least time.
 
-Every layout for all engines has a shadow (``hindsight.py``): a model of the node which gets the
-same requests. The policy adds up what each would have saved beside the current one, and changes to
-it when that has reached the price of the switch, as in the ski rental problem. So the regret about
-a layout that was kept too long is about the price. When a part of it has been saved, the policy
-looks ahead: the latest requests come again, with and without the switch (``hindsight.foreseen``).
-What this saves pays the rest, and what would lose so is not done. If a busy node has a sudden
-surge, the policy looks ahead to narrower units at once. It also remembers for minutes by how much
-the node was slower than each layout would have been, the stops of its switches included. While one
-layout would have been better, every other one must save its distance to that one besides the price.
-So a layout that is better in quiet moments, and much worse in sudden bursts, is not taken up again
-after each of them. Once a crowd has gone for longer than most bursts pause, none of this counts any
-more (``Memory.without_gone_crowd``).
+Each layout for all engines is a candidate, and ten times a second the policy judges all of them:
+
+1. Every candidate has a shadow (``hindsight.py``): a model of the node that gets the same requests.
+   What it would have saved beside the present layout adds up in an account.
+2. A candidate must save the price of the switch (``switch_price.py``), as in the ski rental
+   problem. So the regret about a layout that was kept too long is about the price.
+3. When a part of the price has been saved, the policy looks ahead (``foresight.py``): the latest
+   requests come again, with and without the switch. What this saves pays the rest, and what would
+   lose so is not done. In a sudden surge (``surges.py``) it looks ahead to narrower units at once.
+4. The policy remembers for minutes by how much the node was slower than each layout would have
+   been (``adaptive_memory.py``, ``excursions.py``). While one of them would have been better, every
+   other one must save its distance to that one beside the price. So a layout that is better in
+   quiet moments, and much worse in sudden bursts, is not taken up again after each of them. Once a
+   crowd has gone for longer than most bursts pause, none of this counts any more.
 
 Where promises are given, a broken one counts like the seconds that it allows to its request
 (``jobs.py``). So the node keeps the layout that keeps most promises, and of several that keep the
@@ -22,7 +24,6 @@ once. It takes the layout that a look ahead finds best among those with this gro
 the request.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -30,44 +31,33 @@ from shoal.policies.adaptive_memory import Memory
 from shoal.policies.candidates import candidates_of, widest
 from shoal.policies.first_layout import first_layout
 from shoal.policies.flying import FLYING
-from shoal.policies.hindsight import (
-    Hindsight,
-    Lasting,
-    News,
-    Staying,
-    begin,
-    follow,
-    foreseen,
-    levelled,
-    moved,
-    raised,
-    renewed,
-    saved,
-)
+from shoal.policies.foresight import Foresight
+from shoal.policies.hindsight import Hindsight
 from shoal.policies.jobs import BROKEN
 from shoal.policies.lane import LINGER_SECONDS, lane_of
 from shoal.policies.static import Preference, dispatch_least_loaded, with_singles
+from shoal.policies.surges import Lasting
 from shoal.policies.switch_costs import SwitchCosts
 from shoal.policies.switch_price import (
     FINE_SECONDS,
     Account,
     fine_of,
-    for_surge,
+    most_surplus_of,
     noise_of,
-    past_of,
     price_of,
+    surge_candidates,
     verdicts_of,
 )
-from shoal.policies.terms import TermsOf, terms_of
-from shoal.policies.values.layouts import Unit, layouts_up_to
+from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition, units_of
-from shoal.policies.values.plan import Dispatch, Plan, Policy, SwitchReason, Verdict
+from shoal.policies.values.plan import Plan, Policy, SwitchReason, Verdict
 from shoal.policies.values.snapshot import (
     NORMAL_PRIORITY,
     OUTPUTS_KEPT,
     PoolRequest,
     Snapshot,
     StepPredictor,
+    requests_lately,
 )
 
 WATCH_SECONDS = 0.1
@@ -76,15 +66,9 @@ MANY = 512
 """With more requests on the node, the intervals grow with their number: judging takes longer, too,
 and the controller has other work. Nor does it matter so soon, because so many take long."""
 LEAST_SECONDS = 0.5
-"""Least time between two switches, unless the current units are too small for a request."""
+"""Least time between two switches, unless the present units are too small for a request."""
 LOOK_SECONDS = 0.25
-"""How often it is foreseen what a switch would bring, which takes as long as many judgements."""
-TERMS_SECONDS = 0.5
-"""How long the cost model's numbers are used."""
-USUAL_SECONDS = 60.0
-"""Time constant of the usual number of requests: longer than the pauses between most bursts."""
-REGRET_SECONDS = 120.0
-"""Time constant with which it is forgotten by how much the node was slower than a layout."""
+"""How often the policy looks ahead, which takes as long as many judgements."""
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -92,96 +76,91 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     if model is None:
         return FLYING.plan(snapshot)
     needed = _size_for_all(snapshot)
-    lane = _lane(snapshot, needed)
+    lane = _usable_lane(snapshot, needed)
     prefer = _preference(snapshot) if lane is None else None
     dispatches = dispatch_least_loaded(snapshot, prefer=prefer, lane=lane)
-    memory = snapshot.memory
-    if not isinstance(memory, Memory):
-        memory = Memory(snapshot.now - WATCH_SECONDS)
-    memory = replace(
-        memory,
-        arrived=memory.arrived + snapshot.arrived,
-        placed=memory.placed + snapshot.placed,
-        ended=memory.ended + snapshot.ended,
-    )
-    if snapshot.switching:
-        return Plan(dispatches, memory=replace(memory, at=snapshot.now))
-    here = snapshot.partition
-    lacks_lane = lane is not None and lane not in here
-    if widest(here) < needed or lacks_lane or any(unit.layout.pp > 1 for unit in here):
-        return _forced(snapshot, model, memory, dispatches, needed, lane)
-    if snapshot.now - memory.at < WATCH_SECONDS * _crowd(snapshot) and memory.shadows is not None:
-        return Plan(dispatches, memory=memory)
-    return _by_hindsight(snapshot, model, memory, dispatches, needed, lane)
+    return replace(_layout_plan(snapshot, model, needed, lane), dispatches=dispatches)
 
 
-def _forced(
-    snapshot: Snapshot,
-    model: StepPredictor,
-    memory: Memory,
-    dispatches: tuple[Dispatch, ...],
-    needed: int,
-    lane: Unit | None,
-) -> Plan:
-    """Return the plan for a node whose units are too small for a request, or lack the lane.
-
-    Nor does it stay in pipelines, which only operators choose.
-
-    The arguments are those of ``_by_hindsight``.
-    """
-    memory = _watched(snapshot, model, memory, lane)
-    able = candidates_of(snapshot, needed, lane)
-    ahead = _foreseen_of(able, memory, SwitchCosts(snapshot, model))
-    target = max(ahead, key=ahead.__getitem__, default=snapshot.partition)
-    if target == snapshot.partition:
-        return Plan(dispatches, memory=memory)
-    is_long = widest(snapshot.partition) < needed
-    reason = "long" if is_long else _reason(snapshot, target, lane)
-    return Plan(dispatches, target, "carry", reason, replace(memory, agreed=None))
-
-
-def _by_hindsight(
-    snapshot: Snapshot,
-    model: StepPredictor,
-    memory: Memory,
-    dispatches: tuple[Dispatch, ...],
-    needed: int,
-    lane: Unit | None,
-) -> Plan:
-    """Return the plan for a node whose units hold every request.
+def _layout_plan(snapshot: Snapshot, model: StepPredictor, needed: int, lane: Unit | None) -> Plan:
+    """Return the plan for the node's layout, without dispatches.
 
     Args:
         snapshot: the node.
         model: predicts the times of steps.
-        memory: what the policy remembers.
-        dispatches: the requests that start now.
-        needed: see ``candidates_of``.
+        needed: engines of the narrowest unit that holds every request.
         lane: the group that urgent requests have to themselves.
     """
+    memory, here = snapshot.memory, snapshot.partition
+    if not isinstance(memory, Memory):
+        memory = Memory(snapshot.now - WATCH_SECONDS)
+    memory = replace(memory, news=memory.news.and_of(snapshot))
+    if snapshot.switching:
+        return Plan(memory=replace(memory, judged_at=snapshot.now))
+    lacks_lane = lane is not None and lane not in here
+    in_pipelines = any(unit.layout.pp > 1 for unit in here)  # only operators choose these
+    if widest(here) < needed or lacks_lane or in_pipelines:
+        memory = memory.watched(snapshot, model, lane)
+        return _forced(snapshot, memory, SwitchCosts(snapshot, model), needed, lane)
+    is_due = snapshot.now - memory.judged_at >= WATCH_SECONDS * _crowd(snapshot)
+    if not is_due and memory.hindsight is not None:
+        return Plan(memory=memory)
     first = None if memory.age else _first(snapshot, model)
     if first is not None:
-        return Plan(dispatches, first, "carry", "start", replace(memory, at=snapshot.now))
-    costs = SwitchCosts(snapshot, model)
-    books = _balanced(snapshot, costs, _watched(snapshot, model, memory, lane))
+        memory = replace(memory, judged_at=snapshot.now)
+        return Plan(target=first, reason="start", memory=memory)
+    memory = memory.watched(snapshot, model, lane)
+    return _by_hindsight(snapshot, memory, SwitchCosts(snapshot, model), needed, lane)
+
+
+def _forced(
+    snapshot: Snapshot, memory: Memory, costs: SwitchCosts, needed: int, lane: Unit | None
+) -> Plan:
+    """Return the plan for a node that cannot stay as it is: it takes the best able layout at once.
+
+    The arguments are those of ``_by_hindsight``.
+    """
+    able = candidates_of(snapshot, needed, lane)
+    ahead = _foreseen(able, memory, costs)
+    target = max(ahead, key=ahead.__getitem__, default=snapshot.partition)
+    if target == snapshot.partition:
+        return Plan(memory=memory)
+    is_long = widest(snapshot.partition) < needed
+    reason = "long" if is_long else _reason(snapshot, target, lane)
+    return Plan(target=target, reason=reason, memory=replace(memory, agreed=None))
+
+
+def _by_hindsight(
+    snapshot: Snapshot, memory: Memory, costs: SwitchCosts, needed: int, lane: Unit | None
+) -> Plan:
+    """Return the plan for a node that changes its layout only if that pays.
+
+    Args:
+        snapshot: the node.
+        memory: what the policy remembers, with the shadows as they are now.
+        costs: what switches cost.
+        needed: see ``_layout_plan``.
+        lane: see ``_layout_plan``.
+    """
+    books = _balanced(snapshot, costs, memory)
     near = [c for c in books.near(snapshot) if widest(c) >= needed]
-    if not near:
-        return Plan(dispatches, memory=books.memory, verdicts=books.verdicts)
-    best, books = _looked_ahead(snapshot, costs, books, near)
+    best = None
+    if near:
+        best, books = _looked_ahead(snapshot, costs, books, near)
     if best is None:
-        return Plan(dispatches, memory=books.memory, verdicts=books.verdicts)
-    memory = _leaving(snapshot, books, best, costs.loss(best, _requests_lately(snapshot)))
-    reason = _reason(snapshot, best, lane)
-    return Plan(dispatches, best, "carry", reason, memory, verdicts=books.verdicts)
+        return Plan(memory=books.memory, verdicts=books.verdicts)
+    loss = costs.loss(best, requests_lately(snapshot))
+    return Plan(
+        target=best,
+        reason=_reason(snapshot, best, lane),
+        memory=books.memory.leaving(snapshot, best, books.regrets, loss),
+        verdicts=books.verdicts,
+    )
 
 
 def _crowd(snapshot: Snapshot) -> float:
     """Return how many times as long as usual all intervals are."""
     return max(1.0, snapshot.requests / MANY)
-
-
-def _requests_lately(snapshot: Snapshot) -> float:
-    """Return as many requests as were there lately, or are there."""
-    return max(snapshot.requests, snapshot.smoothed_requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +169,8 @@ class _Books:
 
     memory: Memory
     accounts: Mapping[Partition, Account]
-    regrets: Mapping[Partition, float]
-    """By how much the node was slower than each partition would have been."""
+    regrets: dict[Partition, float]
+    """By how many seconds of requests the node was slower than each partition would have been."""
     surge: Collection[Partition]
     """The candidates for which a surge suffices as a reason to look ahead."""
 
@@ -202,10 +181,10 @@ class _Books:
 
     def near(self, snapshot: Snapshot) -> list[Partition]:
         """Return the candidates for which it is time to look ahead."""
-        in_surge = bool(self.memory.surges.lasting(snapshot.now))
-        pause = self.memory.surges.pause(snapshot.now) if in_surge else LOOK_SECONDS
-        pause *= _crowd(snapshot)
-        if snapshot.since_switch < LEAST_SECONDS or snapshot.now - self.memory.looked < pause:
+        surges, now = self.memory.surges, snapshot.now
+        pause = surges.pause(now) if surges.lasting(now) else LOOK_SECONDS
+        has_paused = now - self.memory.looked_at >= pause * _crowd(snapshot)
+        if snapshot.since_switch < LEAST_SECONDS or not has_paused:
             return []
         near = [c for c, one in self.accounts.items() if one.is_near or self._may_leave_for(c)]
         if not snapshot.requests:  # a group that nobody is in can be left when a crowd is there
@@ -219,48 +198,75 @@ class _Books:
 
 def _balanced(snapshot: Snapshot, costs: SwitchCosts, memory: Memory) -> _Books:
     """Return what the candidates have saved and must save now."""
-    seen, terms = memory.shadows, memory.terms
-    assert seen is not None
-    assert terms is not None
-    gains, here, now = saved(seen, terms), snapshot.partition, _requests_lately(snapshot)
+    here, lately, usual = snapshot.partition, requests_lately(snapshot), memory.usual_requests
+    # Where promises may be broken, what a request costs varies so many times as much.
     stake = 1 + BROKEN if snapshot.targets else 1.0
-    noise = stake * noise_of(memory.usual, now)
-    prices = {c: price_of(noise, costs.loss(c, now)) for c in gains}
-    behind = dict(memory.behind)
-    regrets = {c: behind.get(c, 0.0) + gains.get(c, 0.0) for c in (*gains, here)}
-    low = {c: -price - gains[c] for c, price in prices.items() if gains[c] < -price}
-    if low:
-        seen, changed = _begun_again(seen, terms, low, behind, regrets)
-        memory = replace(memory, shadows=seen, behind=tuple((behind | changed).items()))
+    savings = _hindsight_of(memory).savings()
+    noise = stake * noise_of(usual, lately)
+    prices = {c: price_of(noise, costs.loss(c, lately)) for c in savings}
+    past = dict(memory.past_regrets)
+    regrets = {c: past.get(c, 0.0) + savings.get(c, 0.0) for c in (*savings, here)}
+    memory = _with_losers_restarted(memory, savings, prices, regrets)
+    surge: Collection[Partition] = ()
+    if memory.surges.lasting(snapshot.now):
+        has_outputs = len(snapshot.outputs) >= OUTPUTS_KEPT
+        is_foreseeable = memory.surges.follows_traffic and has_outputs
+        surge = surge_candidates(here, savings, prices, is_foreseeable=is_foreseeable)
     # What was lost before a surge says nothing of it.
-    known = memory.surges.follows_traffic and len(snapshot.outputs) >= OUTPUTS_KEPT
-    lasting = memory.surges.lasting(snapshot.now)
-    surge = for_surge(here, gains, prices, known) if lasting else set[Partition]()
-    gains |= {c: max(0.0, gains[c]) for c in surge}
-    vain = min(memory.excursions.cost(here, regrets[here]), stake * FINE_SECONDS * memory.usual)
-    fines = {c: fine_of(regrets, c, stake * now) + (0.0 if c in surge else vain) for c in gains}
-    past = stake * past_of(memory.usual, now)
-    accounts = {
-        c: Account(saving, prices[c], fines[c], costs.has_room(c), past)
-        for c, saving in gains.items()
-    }
+    savings |= {c: max(0.0, savings[c]) for c in surge}
+    excursions = min(memory.excursions.cost(here, regrets[here]), stake * FINE_SECONDS * usual)
+    surplus = stake * most_surplus_of(usual, lately)
+    accounts = {}
+    for candidate, saved in savings.items():
+        fine = fine_of(regrets, candidate, stake * lately)
+        fine += 0.0 if candidate in surge else excursions
+        has_room = costs.has_room(candidate)
+        accounts[candidate] = Account(saved, prices[candidate], fine, has_room, surplus)
     return _Books(memory, accounts, regrets, surge)
 
 
-def _foreseen_of(
+def _with_losers_restarted(
+    memory: Memory,
+    savings: Mapping[Partition, float],
+    prices: Mapping[Partition, float],
+    regrets: Mapping[Partition, float],
+) -> Memory:
+    """Return the memory when the accounts begin again that have lost more than their price.
+
+    So the policy notices a change of the load. While prompts wait, the shadow keeps its requests,
+    and its account begins again at a loss of the price. Otherwise it begins again from the node.
+
+    Args:
+        memory: what the policy remembers.
+        savings: what each candidate has saved, in seconds of requests.
+        prices: what each must save.
+        regrets: by how many seconds of requests the node was slower than each would have been.
+    """
+    excess = {c: -price - savings[c] for c, price in prices.items() if savings[c] < -price}
+    if not excess:
+        return memory
+    hindsight, past = _hindsight_of(memory), dict(memory.past_regrets)
+    if any(queue.waiting for queue in hindsight.current.queues):
+        hindsight = hindsight.credited(excess)
+        past |= {c: past.get(c, 0.0) - more for c, more in excess.items()}
+    else:
+        hindsight = hindsight.restarted(excess)
+        past |= {c: regrets[c] for c in excess}
+    return replace(memory, hindsight=hindsight, past_regrets=tuple(past.items()))
+
+
+def _foreseen(
     candidates: Iterable[Partition], memory: Memory, costs: SwitchCosts, lasting: Lasting = ()
 ) -> dict[Partition, float]:
-    """Return what a switch to each of some candidates will bring (``hindsight.foreseen``)."""
-    seen, terms = memory.shadows, memory.terms
-    assert seen is not None
-    assert terms is not None
-    stays, caches = Staying(), costs.empty_caches()
-    return {
-        candidate: foreseen(
-            seen, candidate, costs.whole_stop(candidate), terms, lasting, stays, caches
-        )
-        for candidate in candidates
-    }
+    """Return the seconds of requests that a switch to each of some candidates will save."""
+    foresight = Foresight(_hindsight_of(memory), lasting, costs.empty_caches())
+    return {one: foresight.gain(one, costs.stop_seconds(one)) for one in candidates}
+
+
+def _hindsight_of(memory: Memory) -> Hindsight:
+    """Return the shadows of a memory that has watched the node."""
+    assert memory.hindsight is not None
+    return memory.hindsight
 
 
 def _looked_ahead(
@@ -268,57 +274,18 @@ def _looked_ahead(
 ) -> tuple[Partition | None, _Books]:
     """Return to which of some candidates a switch pays, if to any, and the books after that."""
     memory = books.memory
-    ahead = _foreseen_of(near, memory, costs, memory.surges.lasting(snapshot.now))
+    ahead = _foreseen(near, memory, costs, memory.surges.lasting(snapshot.now))
     worth = {c: seconds - books.accounts[c].unpaid for c, seconds in ahead.items()}
     best = max(worth, key=worth.__getitem__)
     pays = worth[best] > 0.0
-    sure = len(best) >= len(snapshot.partition) or memory.agreed == best
-    memory = replace(memory, looked=snapshot.now, foreseen=tuple(ahead.items()))
-    memory = replace(memory, agreed=best if pays else None)
-    return (best if pays and sure else None), replace(books, memory=memory)
-
-
-def _leaving(snapshot: Snapshot, books: _Books, best: Partition, loss: float) -> Memory:
-    """Return the memory when the node changes to a candidate.
-
-    Args:
-        snapshot: the node.
-        books: what the candidates have saved.
-        best: the candidate.
-        loss: what the switch costs.
-    """
-    here, memory = snapshot.partition, books.memory
-    wider = len(best) < len(here)
-    back = memory.wider is not None and memory.wider != wider
-    return replace(
+    is_sure = len(best) >= len(snapshot.partition) or memory.agreed == best
+    memory = replace(
         memory,
-        behind=tuple((c, regret + loss) for c, regret in books.regrets.items()),
-        excursions=memory.excursions.leaving(here, books.regrets[here]),
-        chances=memory.chances.after_switch(snapshot.since_switch, back=back),
-        wider=wider,
-        agreed=None,
+        looked_at=snapshot.now,
+        foreseen=tuple(ahead.items()),
+        agreed=best if pays else None,
     )
-
-
-def _begun_again(
-    seen: Hindsight,
-    terms: TermsOf,
-    low: Mapping[Partition, float],
-    behind: Mapping[Partition, float],
-    regrets: Mapping[Partition, float],
-) -> tuple[Hindsight, dict[Partition, float]]:
-    """Return the shadows when the accounts of some candidates begin again, and what these change.
-
-    Args:
-        seen: the shadows.
-        terms: what units can do.
-        low: by how much the candidates have lost more than their price.
-        behind: see ``Memory``. What it is for these candidates then is the second value.
-        regrets: by how much the node was slower than each partition would have been, until now.
-    """
-    if any(queue.waiting for queue in seen.current.queues):
-        return raised(seen, low), {c: behind.get(c, 0.0) - more for c, more in low.items()}
-    return renewed(seen, low, terms), {c: regrets[c] for c in low}
+    return (best if pays and is_sure else None), replace(books, memory=memory)
 
 
 def _first(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
@@ -331,57 +298,6 @@ def _first(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
     layout = first_layout(snapshot, model)
     target = with_singles(snapshot, units_of(snapshot.engines, layout))
     return target if target != snapshot.partition else None
-
-
-def _watched(snapshot: Snapshot, model: StepPredictor, memory: Memory, lane: Unit | None) -> Memory:
-    """Return the memory with the shadows as they are now."""
-    here, terms = snapshot.partition, memory.terms
-    candidates = [c for c in candidates_of(snapshot, 1, lane) if c != here]
-    if terms is None or snapshot.now - memory.terms_at > TERMS_SECONDS:
-        present = [unit.layout for unit in here]  # pipelines are not chosen, but may be there
-        every = tuple(dict.fromkeys((*layouts_up_to(snapshot.max_group), *present)))
-        chances = memory.chances.at(snapshot.now, present, every)
-        requests = max(snapshot.requests, snapshot.smoothed_requests)
-        measured = terms_of(snapshot, model, every)
-        terms = chances.terms(measured, present[0], snapshot.now, requests)
-        memory = replace(memory, chances=chances, terms=terms, terms_at=snapshot.now)
-    seen, brings = memory.shadows, 0.0
-    if seen is not None:
-        seen, brings = _followed(seen, snapshot, memory, terms)
-    if seen is None or not seen.is_of(here, candidates, lane):
-        seen = begin(snapshot, candidates, terms, lane)
-    elapsed = max(0.0, snapshot.now - memory.at)
-    age = memory.age + elapsed
-    kept = math.exp(-elapsed / min(USUAL_SECONDS, age)) if age else 1.0
-    regretted = math.exp(-elapsed / REGRET_SECONDS)
-    memory = replace(
-        memory,
-        at=snapshot.now,
-        age=age,
-        shadows=seen,
-        surges=memory.surges.at(seen, len(memory.arrived)),
-        arrived=(),
-        placed=(),
-        ended=(),
-        requests=kept * memory.requests + (1 - kept) * snapshot.requests,
-        squares=kept * memory.squares + (1 - kept) * snapshot.requests**2,
-        behind=tuple((p, regretted * (seconds - brings)) for p, seconds in memory.behind),
-        excursions=memory.excursions.aged(regretted),
-    )
-    return memory.without_gone_crowd(snapshot.requests, terms)
-
-
-def _followed(
-    seen: Hindsight, snapshot: Snapshot, memory: Memory, terms: TermsOf
-) -> tuple[Hindsight, float]:
-    """Return the shadows as they are now, and what a switch brings the requests that it moved."""
-    here, news = snapshot.partition, News(memory.arrived, memory.placed, memory.ended)
-    if here not in dict(seen.trials):
-        return follow(seen, snapshot, news, terms), 0.0
-    now = moved(seen, here, terms)
-    stayed = seen.current.final_cost(terms) - seen.current.cost_so_far(seen.at)
-    brings = stayed - now.current.final_cost(terms)
-    return levelled(follow(now, snapshot, news, terms), terms), brings
 
 
 def _preference(snapshot: Snapshot) -> Preference:
@@ -399,7 +315,7 @@ def _preference(snapshot: Snapshot) -> Preference:
     return prefer
 
 
-def _lane(snapshot: Snapshot, needed: int) -> Unit | None:
+def _usable_lane(snapshot: Snapshot, needed: int) -> Unit | None:
     """Return the group that urgent requests have to themselves, if every request can be held."""
     lane = lane_of(snapshot)
     if lane is None or not any(candidates_of(snapshot, needed, lane)):

@@ -35,6 +35,7 @@ from shoal.policies.values.snapshot import (
     Snapshot,
     StepPredictor,
     UnitState,
+    requests_lately,
 )
 
 PROMPT = Batch(prefill_tokens=2048, prefill_context=1024)
@@ -155,7 +156,7 @@ def _is_loaded(snapshot: Snapshot, settings: FlyingSettings) -> bool:
 
 
 def _is_quiet(snapshot: Snapshot, settings: FlyingSettings) -> bool:
-    requests = max(snapshot.requests, snapshot.smoothed_requests) / _alive(snapshot)
+    requests = requests_lately(snapshot) / _alive(snapshot)
     rising = requests > settings.dp_above and _grows(snapshot, STEADY)
     few = requests < settings.tp_below and not rising
     settled = snapshot.since_switch > settings.settle_seconds

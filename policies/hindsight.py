@@ -5,9 +5,8 @@ model does not know cancels out. A shadow begins with the requests that are on t
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, exp, inf
 from typing import NamedTuple
 
 from shoal.policies.guessed_outputs import drawn_output, longer_output, rest_of_output, uncensored
@@ -18,88 +17,141 @@ from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.snapshot import PoolRequest, Snapshot
 
-HORIZONS = (1.25, 2.5)
-"""``foreseen`` looks so many seconds ahead, and takes the time after which a switch has paid best.
-What comes later can be judged later."""
-SURGE_HORIZONS = (*HORIZONS, 5.0, 10.0)
-"""The same in a surge, of which ``surges.py`` says how long it may last."""
-AGAIN_SECONDS = SURGE_HORIZONS[-1]
-"""It lets the requests of so many seconds come again."""
-CLUMP_SECONDS = 0.25
-"""Requests within such a time are a clump, as far as they are more than come evenly."""
-LEAST_SECONDS = 1.0
-"""The latest requests count as having come within at least this time."""
-Length = tuple[str, int, bool]
-"""A request, its tokens, and whether they are no guess."""
-Lasting = tuple[tuple[float, float], ...]
-"""How many times as long as until now a surge will last, each after its probability."""
+LATEST_SECONDS = 10.0
+"""The requests of so many seconds are remembered. ``foresight.py`` lets them come again."""
+LEAST_SPAN_SECONDS = 1.0
+"""They count as having come within at least this time."""
+
+
+class News(NamedTuple):
+    """What has become of requests (``Snapshot``)."""
+
+    arrived: tuple[PoolRequest, ...] = ()
+    placed: tuple[tuple[str, int], ...] = ()
+    ended: tuple[tuple[str, int], ...] = ()
+
+    def and_of(self, snapshot: Snapshot) -> "News":
+        """Return it with what a snapshot tells."""
+        return News(
+            self.arrived + snapshot.arrived,
+            self.placed + snapshot.placed,
+            self.ended + snapshot.ended,
+        )
+
+
+class Length(NamedTuple):
+    """How long the output of a request is."""
+
+    key: str
+    """The request."""
+    tokens: int
+    """0: it has ended, and nobody knows."""
+    is_known: bool
+    """Whether the node has said so; otherwise it is a guess."""
 
 
 class Beginning(NamedTuple):
     """The shadows as they were when a trial began. No time passes in them, and nobody comes."""
 
-    there: Shadow
+    trial: Shadow
     """The candidate's."""
-    here: Shadow
+    current: Shadow
     """The current partition's."""
-    unknown: frozenset[str]
+    guessed: frozenset[str]
     """The requests of which the node has not said how long they are."""
 
     def told(self, lengths: Iterable[Length], terms: TermsOf) -> "Beginning":
         """Return them with what has become known of the requests."""
-        there, here, known = self.there.copy(), self.here.copy(), set[str]()
-        for key, tokens, is_known in lengths:
-            for shadow in (there, here):
-                shadow.expect(key, tokens, terms, known=is_known)
-            known |= {key} if is_known else set()
-        return Beginning(there, here, self.unknown - known)
+        both, known = (self.trial.copy(), self.current.copy()), set[str]()
+        for length in lengths:
+            for shadow in both:
+                shadow.expect(length.key, length.tokens, terms, known=length.is_known)
+            if length.is_known:
+                known.add(length.key)
+        return Beginning(*both, self.guessed - known)
 
-    def differ(self, terms: TermsOf) -> float:
-        """Return by how many seconds more the requests take in the candidate, if no other comes."""
-        return self.there.final_cost(terms) - self.here.final_cost(terms)
+    def extra_cost(self, terms: TermsOf) -> float:
+        """Return by how many seconds more the requests cost in the candidate, if no other comes."""
+        return self.trial.final_cost(terms) - self.current.final_cost(terms)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A candidate's shadow."""
+    """A candidate's shadow, and from where its savings count."""
 
     shadow: Shadow
-    differ: float
-    """By how many seconds more its requests were to take than the current partition's when it
-    began: what only the requests of that moment would save is no saving."""
-    raised: float = 0.0
-    """What it counts as having saved beside that."""
-    first: Beginning | None = None
-    """From what ``differ`` follows, while some lengths in it are guesses. A wrong guess of how long
-    these requests will be would otherwise be taken for a saving, or for a loss, when they end."""
+    baseline: float = 0.0
+    """By how many seconds more the requests of the moment when it began cost in it than in the
+    current partition: what only these would save is no saving."""
+    credit: float = 0.0
+    """Seconds that it counts as having saved beside that."""
+    beginning: Beginning | None = None
+    """From what ``baseline`` follows, while some lengths in it are guesses. A wrong guess of how
+    long these requests will be would otherwise be taken for a saving, or for a loss, when they end.
+    """
+
+    @classmethod
+    def begun(cls, shadow: Shadow, current: Shadow, terms: TermsOf) -> "Trial":
+        """Return the trial of a shadow that has saved nothing so far beside the current one."""
+        beginning = Beginning(shadow, current, frozenset(shadow.keys + current.keys))
+        return cls(shadow, beginning.extra_cost(terms), beginning=beginning)
 
     def told(self, lengths: Iterable[Length], terms: TermsOf) -> "Trial":
         """Return the trial after what has become known of requests."""
-        if self.first is None:
+        if self.beginning is None:
             return self
-        told = [one for one in lengths if one[0] in self.first.unknown]
-        if not told:
+        news = [length for length in lengths if length.key in self.beginning.guessed]
+        if not news:
             return self
-        first = self.first.told(told, terms)
-        return replace(self, differ=first.differ(terms), first=first if first.unknown else None)
+        beginning = self.beginning.told(news, terms)
+        kept = beginning if beginning.guessed else None
+        return replace(self, baseline=beginning.extra_cost(terms), beginning=kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Hindsight:
-    """The shadows. They are never changed: ``follow`` returns new ones."""
+    """The shadows of one moment. They are never changed: methods return new ones."""
 
     at: float
+    """The moment, seconds."""
     here: Partition
+    """The current partition."""
     current: Shadow
+    """Its shadow."""
     trials: tuple[tuple[Partition, Trial], ...]
+    """Those of the candidates."""
+    terms: TermsOf
+    """What units can do."""
     drawn: int = 0
     """How many outputs were drawn."""
     latest: tuple[Job, ...] = ()
-    """The jobs of the last ``AGAIN_SECONDS``."""
+    """The jobs of the last ``LATEST_SECONDS``."""
     began: float = 0.0
-    """Since when ``latest`` knows of them."""
+    """Since when ``latest`` knows of them, seconds."""
     lane: Unit | None = None
     """The group that urgent requests have to themselves, where a partition has it."""
+
+    @classmethod
+    def begun(
+        cls,
+        snapshot: Snapshot,
+        candidates: Collection[Partition],
+        terms: TermsOf,
+        lane: Unit | None = None,
+    ) -> "Hindsight":
+        """Return shadows that begin with what is on the node now.
+
+        Args:
+            snapshot: the node.
+            candidates: the partitions that get a shadow.
+            terms: what units can do.
+            lane: see ``Hindsight``.
+        """
+        now, here = snapshot.now, snapshot.partition
+        current = shadow_of(_units(here, lane), population_of(snapshot), now, terms)
+        trials = tuple((candidate, Trial(current)) for candidate in candidates)
+        blank = cls(now, here, current, trials, terms, began=now, lane=lane)
+        return blank.restarted(candidates)
 
     def is_of(self, here: Partition, candidates: Collection[Partition], lane: Unit | None) -> bool:
         """Return whether these are the shadows of these partitions, with this lane."""
@@ -108,34 +160,132 @@ class Hindsight:
 
     def units(self, partition: Partition) -> Units:
         """Return a partition's units for its shadow."""
-        return [(unit.layout, unit == self.lane) for unit in partition]
+        return _units(partition, self.lane)
 
     @property
     def span(self) -> float:
-        """The seconds of which the latest jobs are."""
-        return min(AGAIN_SECONDS, max(LEAST_SECONDS, self.at - self.began))
+        """The seconds in which the latest jobs came."""
+        return min(LATEST_SECONDS, max(LEAST_SPAN_SECONDS, self.at - self.began))
 
-    @property
-    def period(self) -> float:
-        """The seconds after which the latest jobs come again.
+    def savings(self) -> dict[Partition, float]:
+        """Return the seconds of requests that each candidate would have saved.
 
-        A node that was watched for a short time was watched from its first request on, and is often
-        judged when others have just come. So the time until the next ones counts, too. It is as
-        long as the mean time between clumps of requests.
+        They include those of requests that are still there, as if no other came.
         """
-        if self.span == AGAIN_SECONDS or not self.latest:
-            return self.span
-        count = len(self.latest)
-        evenly = count * CLUMP_SECONDS / self.span
-        clump = clump_size([job.start for job in self.latest], CLUMP_SECONDS, evenly)
-        return min(AGAIN_SECONDS, self.span * (1 + clump / count))
+        cost = self.current.final_cost(self.terms)
+        return {
+            partition: trial.credit + trial.baseline + cost - trial.shadow.final_cost(self.terms)
+            for partition, trial in self.trials
+        }
+
+    def followed(self, snapshot: Snapshot, news: News) -> "Hindsight":
+        """Return the shadows as they are now, after what has become of requests."""
+        shadows = [self.current.copy(), *(trial.shadow.copy() for _, trial in self.trials)]
+        current = shadows[0]
+        likely = uncensored(snapshot, _running(current))
+        cached, drawn = dict(news.placed), self.drawn + len(news.arrived)
+        arrived = [
+            _job_of(
+                snapshot,
+                request,
+                cached.pop(request.request_id, round(snapshot.hit_share * request.prompt_tokens)),
+                drawn_output(likely, serial, request.prompt_tokens),
+            )
+            for serial, request in enumerate(news.arrived, self.drawn + 1)
+        ]
+        for shadow in shadows:
+            self._advance(shadow, snapshot, arrived, cached, news.ended)
+        lengths = [Length(key, tokens, is_known=True) for key, tokens in news.ended]
+        # The current shadow goes as the node does: what has not ended on the node is longer.
+        for key, prompt, tokens in current.guesses():
+            drawn += 1
+            longer = longer_output(likely, drawn, prompt, tokens)
+            lengths.append(Length(key, longer, is_known=False))
+            for shadow in shadows:
+                shadow.expect(key, longer, self.terms, known=False)
+        trials = tuple(
+            (partition, replace(trial.told(lengths, self.terms), shadow=shadow))
+            for (partition, trial), shadow in zip(self.trials, shadows[1:], strict=True)
+        )
+        kept = (job for job in self.latest if job.start > snapshot.now - LATEST_SECONDS)
+        return replace(
+            self,
+            at=snapshot.now,
+            current=current,
+            trials=trials,
+            drawn=drawn,
+            latest=(*kept, *arrived),
+        )
+
+    def _advance(
+        self,
+        shadow: Shadow,
+        snapshot: Snapshot,
+        arrived: Iterable[Job],
+        cached: Mapping[str, int],
+        ended: Iterable[tuple[str, int]],
+    ) -> None:
+        """Bring a shadow to the moment of a snapshot.
+
+        Args:
+            shadow: the shadow.
+            snapshot: the node.
+            arrived: the requests that have come.
+            cached: of earlier requests, the tokens that their units have in the prefix cache.
+            ended: see ``Snapshot.ended``.
+        """
+        for job in arrived:
+            shadow.advance(job.start, self.terms)
+            shadow.put(job, self.terms)
+        for key, tokens in cached.items():
+            shadow.find_cached(key, tokens, self.terms)
+        shadow.advance(snapshot.now, self.terms)
+        for key, tokens in ended:
+            shadow.expect(key, tokens, self.terms, known=True)
+        if not snapshot.requests:
+            shadow.end_all(self.terms)
+
+    def restarted(self, partitions: Collection[Partition]) -> "Hindsight":
+        """Return the shadows when those of some candidates begin again, from where the node is."""
+        requests = self.current.population()
+
+        def restart(partition: Partition) -> Trial:
+            shadow = shadow_of(self.units(partition), requests, self.at, self.terms)
+            return Trial.begun(shadow, self.current, self.terms)
+
+        trials = tuple((p, restart(p) if p in partitions else t) for p, t in self.trials)
+        return replace(self, trials=trials)
+
+    def credited(self, by: Mapping[Partition, float]) -> "Hindsight":
+        """Return the shadows when candidates count as having saved so many seconds more."""
+        trials = tuple((p, replace(t, credit=t.credit + by.get(p, 0.0))) for p, t in self.trials)
+        return replace(self, trials=trials)
+
+    def after_switch(self, to: Partition) -> "Hindsight":
+        """Return the shadows after a switch, from which on the current one is of the new partition.
+
+        It begins with the requests of the old one, because the node took them along: the shadow
+        that always had the new partition has other ones. What each has saved beside it is to be
+        ``levelled``, but not before ``followed`` has told all which requests are longer than was
+        guessed.
+        """
+        requests = self.current.population()
+        current = shadow_of(self.units(to), requests, self.at, self.terms)
+        shadows = {p: t.shadow for p, t in self.trials if p != to} | {self.here: self.current}
+        trials = tuple((partition, Trial(shadow)) for partition, shadow in shadows.items())
+        return replace(self, here=to, current=current, trials=trials)
+
+    def levelled(self) -> "Hindsight":
+        """Return the shadows when nobody has saved anything beside the current partition."""
+        trials = tuple((p, Trial.begun(t.shadow, self.current, self.terms)) for p, t in self.trials)
+        return replace(self, trials=trials)
 
 
 def clump_size(times: Collection[float], window: float, evenly: float) -> float:
     """Return how many requests come at once, at least 1.
 
-    It is the variance of their number in a window, as a multiple of its mean, which is 1 if they
-    come one by one at random.
+    It is the variance of their number in a window, as a multiple of its mean (the index of
+    dispersion for counts), which is 1 if they come one by one at random.
 
     Args:
         times: when requests came, in seconds from any moment; at least one.
@@ -146,278 +296,7 @@ def clump_size(times: Collection[float], window: float, evenly: float) -> float:
     return max(1.0, sum(n * n for n in windows) / len(times) - evenly)
 
 
-class News(NamedTuple):
-    """What has become of requests (``Snapshot``)."""
-
-    arrived: tuple[PoolRequest, ...]
-    placed: tuple[tuple[str, int], ...]
-    ended: tuple[tuple[str, int], ...]
-
-
-def begin(
-    snapshot: Snapshot,
-    candidates: Collection[Partition],
-    terms: TermsOf,
-    lane: Unit | None = None,
-) -> Hindsight:
-    """Return shadows that begin with what is on the node now.
-
-    Args:
-        snapshot: the node.
-        candidates: the partitions that get a shadow.
-        terms: what units can do.
-        lane: see ``Hindsight``.
-    """
-    now, here = snapshot.now, snapshot.partition
-    seen = Hindsight(now, here, Shadow([]), (), began=now, lane=lane)
-    current = shadow_of(seen.units(here), on_node(snapshot), now, terms)
-    trials = tuple((candidate, Trial(current, 0.0)) for candidate in candidates)
-    return renewed(replace(seen, current=current, trials=trials), candidates, terms)
-
-
-def follow(seen: Hindsight, snapshot: Snapshot, news: News, terms: TermsOf) -> Hindsight:
-    """Return the shadows as they are now, after what has become of requests."""
-    current = seen.current.copy()
-    trials = [(partition, trial, trial.shadow.copy()) for partition, trial in seen.trials]
-    running = [
-        (one.tokens - one.output, one.output - (one.end - queue.steps))
-        for queue in current.queues
-        for one in queue.running
-        if one.output
-    ]
-    likely = uncensored(snapshot, running)
-    shadows = [current, *(shadow for _, _, shadow in trials)]
-    drawn, found = seen.drawn, dict(news.placed)
-    latest = [job for job in seen.latest if job.start > snapshot.now - AGAIN_SECONDS]
-    for request in news.arrived:
-        drawn += 1
-        prompt = request.prompt_tokens
-        cached = found.pop(request.request_id, round(snapshot.hit_share * prompt))
-        output = drawn_output(likely, drawn, prompt)
-        kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)
-        new, key = max(1, prompt - cached), request.request_id
-        job = Job(request.arrival, new, prompt, output, key, kind=kind)
-        latest.append(job)
-        for shadow in shadows:
-            shadow.advance(request.arrival, terms)
-            shadow.put(job, terms)
-    for key, cached in found.items():
-        for shadow in shadows:
-            shadow.find_cached(key, cached, terms)
-    lengths = [(key, tokens, True) for key, tokens in news.ended]
-    for shadow in shadows:
-        shadow.advance(snapshot.now, terms)
-        for key, tokens in news.ended:
-            shadow.expect(key, tokens, terms, known=True)
-        if not snapshot.requests:
-            shadow.end_all(terms)
-    # The current shadow goes as the node does: what has not ended on the node is longer.
-    for key, prompt, tokens in current.guesses():
-        drawn += 1
-        longer = longer_output(likely, drawn, prompt, tokens)
-        lengths.append((key, longer, False))
-        for shadow in shadows:
-            shadow.expect(key, longer, terms, known=False)
-    told = tuple((p, replace(t.told(lengths, terms), shadow=shadow)) for p, t, shadow in trials)
-    seen = replace(seen, current=current, trials=told)
-    return replace(seen, at=snapshot.now, drawn=drawn, latest=tuple(latest))
-
-
-def saved(seen: Hindsight, terms: TermsOf) -> dict[Partition, float]:
-    """Return the seconds of requests that each candidate would have saved.
-
-    They include those of requests that are still there, as if no other came.
-    """
-    here = seen.current.final_cost(terms)
-    return {
-        partition: trial.raised + trial.differ + here - trial.shadow.final_cost(terms)
-        for partition, trial in seen.trials
-    }
-
-
-@dataclass(slots=True)
-class EmptyCaches:
-    """Caches that were empty when the first request came."""
-
-    memory: float
-    """Of what requests find usually, the share that was last used more than so many tokens of
-    prompts ago is 1/e. 0: they lose nothing."""
-    tokens: int = 0
-    """Tokens of prompts since then."""
-
-    def job(self, job: Job) -> Job:
-        """Return a request with the tokens that it has to compute because they are not back yet."""
-        lost = exp(-self.tokens / self.memory) if self.memory else 0.0
-        self.tokens += job.prompt
-        return job._replace(new=job.new + round(lost * (job.prompt - job.new)))
-
-
-class Future(NamedTuple):
-    """How the latest requests are taken to come again."""
-
-    length: float = 1.0
-    """What took a second takes so many seconds, in which so many times as many come."""
-    backwards: bool = True
-    """Whether the latest ones come first, or those of ``AGAIN_SECONDS`` ago."""
-
-
-FUTURES = (Future(), Future(backwards=False))
-"""What is happening goes on, or it is as it was ``AGAIN_SECONDS`` ago. Nobody knows which: a burst
-may last, and a clump of requests is over when it has come."""
-Staying = dict[Future, tuple[tuple[float, int], ...]]
-"""What ``_again`` says of the present layout."""
-
-
-def foreseen(
-    seen: Hindsight,
-    to: Partition,
-    stop: float,
-    terms: TermsOf,
-    lasting: Lasting = (),
-    stays: Staying | None = None,
-    caches: EmptyCaches | None = None,
-) -> float:
-    """Return the seconds of requests that a switch now will save if the latest requests come again.
-
-    A node that fills up, or a burst that has not ended, will have more requests than now, and the
-    layout that was best with few may not be best with many. What is happening may go on, or the
-    next seconds are like those of ten seconds ago. A switch must pay in both futures, and the worse
-    one counts. If it pays only for a time, it is taken back after that, for another stop.
-
-    Args:
-        seen: the shadows.
-        to: the partition to which the node would switch.
-        stop: seconds for which the switch stops requests.
-        terms: what units can do.
-        lasting: how long the present surge will last (``surges.py``); empty: there is none. A surge
-            does go on, and nobody knows for how long.
-        stays: what the look at another candidate has found out of the present layout. What this
-            look finds out of it is added.
-        caches: what requests find after the switch; None: what they find now.
-    """
-    known: Staying = {} if stays is None else stays
-    caches = EmptyCaches(0.0) if caches is None else replace(caches)
-    # Until the switch stops them, units go on with the steps that they have begun.
-    until = seen.current.copy()
-    until.advance(seen.at + stop, terms)
-    begin = max(queue.clock for queue in until.queues)
-    here = until.population()
-    # A prompt that has begun is carried. The others wait in the order of their turns.
-    waiting = [job if job.came == -inf else caches.job(job) for job in here.waiting]
-    there = shadow_of(seen.units(to), here._replace(waiting=waiting), begin, terms)
-    so_far = until.cost_so_far(begin)
-    horizons = SURGE_HORIZONS if lasting else HORIZONS
-
-    def worth(future: Future) -> float:
-        if future not in known:
-            known[future] = tuple(_again(seen, seen.current.copy(), terms, future, horizons))
-        goes = _again(seen, there.copy(), terms, future, horizons, replace(caches))
-        pairs = zip(horizons, known[future], goes, strict=True)
-        return max(
-            without - so_far - spent - (stop * back if horizon < AGAIN_SECONDS else 0.0)
-            for horizon, (without, _), (spent, back) in pairs
-        )
-
-    if lasting:
-        return sum(probability * worth(Future(length)) for probability, length in lasting)
-    return min(map(worth, FUTURES))
-
-
-def _again(
-    seen: Hindsight,
-    shadow: Shadow,
-    terms: TermsOf,
-    future: Future,
-    horizons: Iterable[float],
-    caches: EmptyCaches | None = None,
-) -> Iterator[tuple[float, int]]:
-    """Yield the seconds that requests will have spent on all units, and how many are there.
-
-    This is yielded for each of ``horizons``, as if no other request came after it.
-    """
-    coming = _mirrored(seen, future.length) if future.backwards else _repeated(seen)
-    at, job = next(coming, (inf, None))
-    for horizon in horizons:
-        while job is not None and at < seen.at + horizon:
-            shadow.advance(at, terms)
-            comes = Job(at, job.new, job.prompt, job.output, kind=job.kind)
-            shadow.put(comes if caches is None else caches.job(comes), terms)
-            at, job = next(coming, (inf, None))
-        yield shadow.final_cost(terms), shadow.requests
-
-
-def _mirrored(seen: Hindsight, length: float = 1.0) -> Iterator[tuple[float, Job]]:
-    """Yield when the latest jobs come again: at first backwards, from the last one to the first.
-
-    Of a node that was watched for less than that, the time before is not known. So they come to and
-    fro. What took a second takes ``length`` seconds, in which so many times as many jobs come.
-    """
-    span, due = seen.period, 0.0
-    for k in range(ceil(AGAIN_SECONDS / span / length)):
-        last = 0.0
-        for job in seen.latest if k % 2 else reversed(seen.latest):
-            ago = max(0.0, seen.at - job.start)
-            here = max(0.0, span - ago) if k % 2 else ago
-            due += length
-            times = int(due)
-            due -= times
-            for n in range(1, times + 1):
-                yield seen.at + length * (k * span + last + (here - last) * n / times), job
-            last = here
-
-
-def _repeated(seen: Hindsight) -> Iterator[tuple[float, Job]]:
-    """Yield when the latest jobs come again as they came, from the first one to the last."""
-    span = seen.period
-    for k in range(ceil(AGAIN_SECONDS / span)):
-        for job in seen.latest:
-            yield max(seen.at + k * span, job.start + (k + 1) * span), job
-
-
-def renewed(seen: Hindsight, again: Collection[Partition], terms: TermsOf) -> Hindsight:
-    """Return shadows of which those of some candidates begin again, from where the node is."""
-    here = seen.current.population()
-    trials = []
-    for partition, trial in seen.trials:
-        if partition in again:
-            shadow = shadow_of(seen.units(partition), here, seen.at, terms)
-            trial = _begun(shadow, seen.current, terms)
-        trials.append((partition, trial))
-    return replace(seen, trials=tuple(trials))
-
-
-def _begun(there: Shadow, here: Shadow, terms: TermsOf) -> Trial:
-    """Return the trial of a shadow that has saved nothing so far."""
-    first = Beginning(there, here, frozenset(there.keys + here.keys))
-    return Trial(there, first.differ(terms), first=first)
-
-
-def raised(seen: Hindsight, by: Mapping[Partition, float]) -> Hindsight:
-    """Return shadows of candidates that count as having saved so much more."""
-    trials = tuple((p, replace(t, raised=t.raised + by.get(p, 0.0))) for p, t in seen.trials)
-    return replace(seen, trials=trials)
-
-
-def moved(seen: Hindsight, to: Partition, terms: TermsOf) -> Hindsight:
-    """Return the shadows after a switch, from which on the current one is of the new partition.
-
-    It begins with the requests of the old one, because the node took them along: the shadow that
-    always had the new partition has other ones. What each has saved beside it is to be
-    ``levelled``, but not before ``follow`` has told all which requests are longer than was guessed.
-    """
-    current = shadow_of(seen.units(to), seen.current.population(), seen.at, terms)
-    shadows = {p: t.shadow for p, t in seen.trials if p != to} | {seen.here: seen.current}
-    trials = tuple((p, Trial(shadow, 0.0)) for p, shadow in shadows.items())
-    return replace(seen, here=to, current=current, trials=trials)
-
-
-def levelled(seen: Hindsight, terms: TermsOf) -> Hindsight:
-    """Return the shadows when nobody has saved anything beside the present partition."""
-    trials = tuple((p, _begun(t.shadow, seen.current, terms)) for p, t in seen.trials)
-    return replace(seen, trials=trials)
-
-
-def on_node(snapshot: Snapshot) -> Population:
+def population_of(snapshot: Snapshot) -> Population:
     """Return the requests that are on the node, as far as the snapshot tells.
 
     Those that no unit can hold are left out: they will be refused.
@@ -430,18 +309,47 @@ def on_node(snapshot: Snapshot) -> Population:
             decoding.append(Decode(left, snapshot.now, mean + left))
         for prompt in unit.prompts:
             drawn += 1
-            waiting.append(_job(snapshot, prompt, drawn))
+            waiting.append(_waiting_job(snapshot, prompt, drawn))
     states = snapshot.layouts
     for request in snapshot.pool:
         if states and not any(state.can_hold(request) for state in states):
             continue
         drawn += 1
-        job = _job(snapshot, request.prompt_tokens, drawn)
+        job = _waiting_job(snapshot, request.prompt_tokens, drawn)
         kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)
         waiting.append(job._replace(key=request.request_id, kind=kind))
     return Population(decoding, waiting, {})
 
 
-def _job(snapshot: Snapshot, prompt: int, drawn: int) -> Job:
+def _waiting_job(snapshot: Snapshot, prompt: int, serial: int) -> Job:
+    """Return a request whose prompt waits, of which only the prompt's tokens are known."""
     tokens = max(1, prompt)
-    return Job(snapshot.now, tokens, tokens, drawn_output(snapshot, drawn, tokens))
+    return Job(snapshot.now, tokens, tokens, drawn_output(snapshot, serial, tokens))
+
+
+def _job_of(snapshot: Snapshot, request: PoolRequest, cached: int, output: int) -> Job:
+    """Return a request that has come, for shadows.
+
+    Args:
+        snapshot: the node.
+        request: the request.
+        cached: tokens of its prompt that need not be computed.
+        output: the tokens that it is expected to generate.
+    """
+    prompt, key = request.prompt_tokens, request.request_id
+    kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)
+    return Job(request.arrival, max(1, prompt - cached), prompt, output, key, kind=kind)
+
+
+def _running(shadow: Shadow) -> Sequence[tuple[int, int]]:
+    """Return of each request that decodes in a shadow the tokens of its prompt and those so far."""
+    return [
+        (one.tokens - one.output, one.output - (one.end - queue.steps))
+        for queue in shadow.queues
+        for one in queue.running
+        if one.output
+    ]
+
+
+def _units(partition: Partition, lane: Unit | None) -> Units:
+    return [(unit.layout, unit == lane) for unit in partition]

@@ -113,7 +113,7 @@ class Queue:
         one = end.decode
         more = output - one.output
         if more <= 0:
-            self.ended_cost += more * self._decode_seconds(terms)
+            self.ended_cost += more * self._token_seconds(terms)
         else:
             # It has not been here since its guessed end, so that time does not count.
             self.ended_cost -= one.cost(end.at)
@@ -134,11 +134,11 @@ class Queue:
             self.running.pop()
             self.context -= one.tokens - (one.end - self.steps)
             self.ended_cost += then.cost(
-                max(one.start, self.clock - late * self._decode_seconds(terms))
+                max(one.start, self.clock - late * self._token_seconds(terms))
             )
         heapify(self.running)
 
-    def _decode_seconds(self, terms: Terms) -> float:
+    def _token_seconds(self, terms: Terms) -> float:
         """Return the seconds of a step that decodes what is here, and at least one request."""
         count = max(1, len(self.running))
         return terms.decode.step(count, self.context, self.context, count)
@@ -164,24 +164,23 @@ class Queue:
 
         They are taken at once: their mean context stands for each of theirs.
         """
-        count = len(self.running)
         steps = self.running[0].end - self.steps
         if until < inf or steps <= 1:
-            seconds = self._oversubscription(self.context, terms)
-            seconds *= terms.decode.step(count, self.context, self.context, count)
+            seconds = self._decode_seconds(self.context, terms)
             steps = min(steps, ceil((until - self.clock) / seconds)) if until < inf else steps
         if steps > 1:
-            context = self.context + count * (steps - 1) / 2
-            seconds = self._oversubscription(context, terms)
-            seconds *= terms.decode.step(count, context, context, count)
+            context = self.context + len(self.running) * (steps - 1) / 2
+            seconds = self._decode_seconds(context, terms)
         self._pass_time(steps, steps * seconds)
 
-    def _oversubscription(self, context: float, terms: Terms) -> float:
-        """Return how many times as long each step takes because there is no room for all at once.
+    def _decode_seconds(self, context: float, terms: Terms) -> float:
+        """Return the seconds of a step that decodes what is here and reads so many tokens.
 
         A switch may bring more requests than there is room for. They then take turns.
         """
-        return max(1.0, len(self.running) / terms.seats, context / terms.tokens)
+        count = len(self.running)
+        rounds = max(1.0, count / terms.seats, context / terms.tokens)
+        return rounds * terms.decode.step(count, context, context, count)
 
     def _pass_time(self, steps: int, seconds: float) -> None:
         """Let time pass in which every running request gets ``steps`` tokens."""

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf, log
 
-from shoal.policies.hindsight import Hindsight, Lasting, clump_size
+from shoal.policies.hindsight import Hindsight, clump_size
 
-UNKNOWN_LENGTHS = ((1 / 2, 0.3), (1 / 3, 2.0), (1 / 6, 11.0))
+Lasting = tuple[tuple[float, float], ...]
+"""How many times as long as until now a surge will last, each after its probability."""
+UNKNOWN_LENGTHS: Lasting = ((1 / 2, 0.3), (1 / 3, 2.0), (1 / 6, 11.0))
 """What ``lasting`` returns of a surge that is like none before. The lengths are the medians of
 those below 1, of those from 1 to 5, and of those above 5."""
 KEPT = 3
@@ -30,7 +32,7 @@ FACTOR = 2.0
 SURE_NATS = 10.0
 """Logarithm of how much likelier the latest requests are in a surge than without one, when it
 begins, and after it than in it, when it ends. The latter is tested ten times a second, so a gap of
-a moment is seen as an end now and then if less is enough."""
+a moment is hindsight as an end now and then if less is enough."""
 BEFORE = 10
 """So many requests must have come before it, or nobody knows what is usual."""
 BUSY = 6.4
@@ -59,24 +61,24 @@ class Surges:
     ended: float = -inf
     """When the latest one ended."""
 
-    def at(self, seen: Hindsight, new: int) -> "Surges":
+    def at(self, hindsight: Hindsight, new: int) -> "Surges":
         """Return them as they are now.
 
         Args:
-            seen: the requests that have come.
+            hindsight: the requests that have come.
             new: how many have come since the last time.
         """
-        if self.began is None or self.began < seen.began:
-            return replace(self, began=None)._begun(seen)
-        age, count = self._age(seen.at), self.count + new
-        ended = self._ended_before(seen, age, count)
+        if self.began is None or self.began < hindsight.began:
+            return replace(self, began=None)._begun(hindsight)
+        age, count = self._age(hindsight.at), self.count + new
+        ended = self._ended_before(hindsight, age, count)
         if ended is None and age < LONGEST_SECONDS:
             return replace(self, count=count)
-        return self._over(seen.at - (ended or 0.0))
+        return self._over(hindsight.at - (ended or 0.0))
 
-    def _ended_before(self, seen: Hindsight, age: float, count: int) -> float | None:
+    def _ended_before(self, hindsight: Hindsight, age: float, count: int) -> float | None:
         """Return how many seconds ago the surge has ended; None: it has not, as far as one sees."""
-        ages, best, least = _ages(seen), None, SURE_NATS * self.clumps
+        ages, best, least = _ages(hindsight), None, SURE_NATS * self.clumps
         for window in END_WINDOWS:
             if window >= age:
                 break
@@ -110,7 +112,7 @@ class Surges:
     def _age(self, now: float) -> float:
         return 0.0 if self.began is None else max(WINDOWS[0], now - self.began)
 
-    def _begun(self, seen: Hindsight) -> "Surges":
+    def _begun(self, hindsight: Hindsight) -> "Surges":
         """Return them with a surge, if requests suddenly come at a much higher rate, beyond doubt.
 
         This is a sequential test for a new rate of a Poisson process (the likelihood ratio of
@@ -118,9 +120,9 @@ class Surges:
         less. So it is divided by the variance of their number in a window, as a multiple of its
         mean. The test for the end of a surge is the same.
         """
-        ages, span = _ages(seen), seen.span
+        ages, span = _ages(hindsight), hindsight.span
         for window in WINDOWS:
-            if window > seen.at - self.ended:
+            if window > hindsight.at - self.ended:
                 break
             count = bisect_right(ages, window)
             before = len(ages) - count
@@ -129,7 +131,7 @@ class Surges:
                 continue
             clumps = clump_size(ages[count:], window, usual)
             if _nats(count, count, usual) > SURE_NATS * clumps:
-                began, rate = seen.at - window, usual / window
+                began, rate = hindsight.at - window, usual / window
                 return Surges(began, rate, count, clumps, self.lengths, self.ended)
         return self
 
@@ -149,9 +151,9 @@ def _nats(count: int, expected: float, otherwise: float) -> float:
     return count * log(expected / otherwise) - expected + otherwise
 
 
-def _ages(seen: Hindsight) -> list[float]:
+def _ages(hindsight: Hindsight) -> list[float]:
     """Return how many seconds ago each of the latest requests came, the latest one first."""
-    return [max(0.0, seen.at - job.start) for job in reversed(seen.latest)]
+    return [max(0.0, hindsight.at - job.start) for job in reversed(hindsight.latest)]
 
 
 def _most(ages: Sequence[float], window: float) -> int:

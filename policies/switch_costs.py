@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from shoal.policies.hindsight import EmptyCaches
+from shoal.policies.foresight import EmptyCaches
 from shoal.policies.unit_costs import prices_of
 from shoal.policies.values.batch import Batch
 from shoal.policies.values.kv_need import blocks_for
@@ -34,7 +34,7 @@ class SwitchCosts:
         self._snapshot = snapshot
         self._model = model
 
-    def whole_stop(self, candidate: Partition) -> float:
+    def stop_seconds(self, candidate: Partition) -> float:
         """Return the seconds for which a switch stops the requests that it moves.
 
         Of the longest of n units' steps n / (n + 1) is left in the mean. A step that was scheduled
@@ -42,14 +42,14 @@ class SwitchCosts:
         ones.
         """
         moved = [unit for unit in self._snapshot.units if unit.unit not in candidate]
-        here = [unit for unit in moved if unit.requests]
-        if not here:
+        busy = [unit for unit in moved if unit.requests]
+        if not busy:
             return SWITCH_SECONDS
-        steps = len(here) / (len(here) + 1) + self._snapshot.schedules_ahead
-        longest = max(map(self._step_seconds, here))
+        steps = len(busy) / (len(busy) + 1) + self._snapshot.schedules_ahead
+        longest = max(map(self._step_seconds, busy))
         return SWITCH_SECONDS + steps * longest + self._copy_seconds(candidate, moved)
 
-    def loss(self, candidate: Partition, here: float) -> float:
+    def loss(self, candidate: Partition, lately: float) -> float:
         """Return what a switch costs, in seconds of requests.
 
         The switch stops the requests. Those that are there then wait until the caches that it has
@@ -57,12 +57,12 @@ class SwitchCosts:
 
         Args:
             candidate: to which the node changes.
-            here: as many requests as were there lately.
+            lately: as many requests as were there lately.
         """
-        stop = self.whole_stop(candidate) * self._snapshot.requests
-        return stop + self.refill() * (1 + here)
+        stop = self.stop_seconds(candidate) * self._snapshot.requests
+        return stop + self.refill_seconds() * (1 + lately)
 
-    def refill(self) -> float:
+    def refill_seconds(self) -> float:
         """Return the seconds in which the node computes again what the caches lose in a switch.
 
         What is used again soon is lost only once, such as a beginning that all prompts share. How

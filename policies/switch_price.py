@@ -1,4 +1,4 @@
-"""What a layout must save before ``adaptive`` changes to it, where hindsight decides.
+"""What a layout must save before ``adaptive`` changes to it: a price, and a fine for the past.
 
 Everything is in seconds of requests. The price keeps the node from following noise. The fine is for
 layouts that would have been worse than another one so far. Both come from the past: from a burst of
@@ -28,27 +28,30 @@ VAIN_SECONDS = 2.0
 """The same for what switches have cost in vain: that says more of the next switch."""
 MOST_AHEAD = 0.75
 """Share of the price that may be paid by what is foreseen."""
-PAST_SHARE = 0.25
+SURPLUS_SHARE = 0.25
 """Share of what a candidate has saved beyond its price that counts even if the look ahead says that
 a switch would lose time now."""
-PAST_SECONDS = 0.5
+SURPLUS_SECONDS = 0.5
 """This share is at most so many seconds of each of the requests that are there."""
 CROWD_SHARE = 0.5
-"""The past counts so only while this share of the usual requests is there. What was saved in a
+"""The surplus counts only while this share of the usual requests is there. What was saved in a
 crowd that has gone says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What one candidate has saved, and must save."""
+    """What one candidate has saved, and must save, in seconds of requests."""
 
     saved: float
+    """What it has saved beside the present layout; less than 0: what it has lost."""
     price: float
+    """See ``price_of``."""
     fine: float
+    """See ``fine_of``."""
     has_room: bool
     """Whether the requests that a switch moves can take their KV along."""
-    past: float = 0.0
-    """Seconds of what it has saved that count against a look ahead at most (``past_of``)."""
+    most_surplus: float = 0.0
+    """See ``most_surplus_of``."""
 
     @property
     def lead(self) -> float:
@@ -62,9 +65,9 @@ class Account:
 
     @property
     def unpaid(self) -> float:
-        """What the look ahead must bring; less than 0: what the past says against it."""
+        """What the look ahead must bring; less than 0: what it may lose, because of the surplus."""
         left = self.price - self.lead
-        return left if left > 0.0 else -min(self.past, -PAST_SHARE * left)
+        return left if left > 0.0 else -min(self.most_surplus, -SURPLUS_SHARE * left)
 
 
 def price_of(noise: float, loss: float) -> float:
@@ -72,32 +75,32 @@ def price_of(noise: float, loss: float) -> float:
 
     Args:
         noise: see ``noise_of``.
-        loss: what the switch costs.
+        loss: what the switch costs (``SwitchCosts.loss``).
     """
     return max(LEAST_SAVED, noise + loss)
 
 
-def noise_of(usual: float, here: float) -> float:
-    """Return the seconds of requests that say nothing.
+def noise_of(usual: float, lately: float) -> float:
+    """Return how much a candidate may seem to have saved by chance, in seconds of requests.
 
     Args:
         usual: as many requests as one usually finds on the node, in bursts rather than between.
-        here: as many as were there lately.
+        lately: as many as were there lately.
     """
-    return min(SURE_SECONDS * usual, math.sqrt(usual), NOISE_SECONDS * here)
+    return min(SURE_SECONDS * usual, math.sqrt(usual), NOISE_SECONDS * lately)
 
 
-def past_of(usual: float, here: float) -> float:
-    """Return how many seconds of requests of the past count against a look ahead at most.
+def most_surplus_of(usual: float, lately: float) -> float:
+    """Return how much a surplus counts against a look ahead at most, in seconds of requests.
 
     Args:
-        usual: see ``noise_of``, as the next one.
-        here: as many as were there lately.
+        usual: see ``noise_of``.
+        lately: see ``noise_of``.
     """
-    return PAST_SECONDS * here if here >= CROWD_SHARE * usual else 0.0
+    return SURPLUS_SECONDS * lately if lately >= CROWD_SHARE * usual else 0.0
 
 
-def fine_of(regrets: Mapping[Partition, float], candidate: Partition, here: float) -> float:
+def fine_of(regrets: Mapping[Partition, float], candidate: Partition, lately: float) -> float:
     """Return what a candidate must save beyond its price.
 
     It is its distance to the partition that the node would best have had all the time, or nothing
@@ -105,20 +108,22 @@ def fine_of(regrets: Mapping[Partition, float], candidate: Partition, here: floa
     its switches have cost that much, and the next one must bring it in.
 
     Args:
-        regrets: by how much the node was slower than each partition would have been.
+        regrets: by how many seconds of requests the node was slower than each partition would have
+            been.
         candidate: one of them.
-        here: as many requests as were there lately.
+        lately: see ``noise_of``.
     """
     lost = max(0.0, min(regrets.values()))
     distance = max(0.0, max(regrets.values()) - max(lost, regrets[candidate]))
-    return min(lost, VAIN_SECONDS * here) + min(distance, FINE_SECONDS * here)
+    return min(lost, VAIN_SECONDS * lately) + min(distance, FINE_SECONDS * lately)
 
 
-def for_surge(
+def surge_candidates(
     here: Partition,
-    gains: Mapping[Partition, float],
+    savings: Mapping[Partition, float],
     prices: Mapping[Partition, float],
-    known: bool,
+    *,
+    is_foreseeable: bool,
 ) -> set[Partition]:
     """Return the narrower partitions to which a surge lets the policy look ahead at once.
 
@@ -128,12 +133,13 @@ def for_surge(
 
     Args:
         here: the present partition.
-        gains: what each candidate has saved.
+        savings: what each candidate has saved.
         prices: what it must save.
-        known: whether enough outputs have ended, and requests came all the time before the surge.
+        is_foreseeable: whether enough outputs have ended, and requests came all the time before the
+            surge.
     """
-    narrower = (c for c in gains if len(c) > len(here))
-    return {c for c in narrower if known or gains[c] >= (1 - MOST_AHEAD) * prices[c]}
+    narrower = (c for c in savings if len(c) > len(here))
+    return {c for c in narrower if is_foreseeable or savings[c] >= (1 - MOST_AHEAD) * prices[c]}
 
 
 def verdicts_of(

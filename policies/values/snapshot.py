@@ -382,3 +382,8 @@ class Snapshot:
         drafts = 0.0 if self.cost_model is None else self.cost_model.speculation.drafts
         tokens = batch.tokens + drafts * batch.decodes
         return Mode.TP if above is None or tokens <= above else Mode.SP
+
+
+def requests_lately(snapshot: Snapshot) -> float:
+    """Return as many requests as were on the node in the last seconds, or are now."""
+    return max(snapshot.requests, snapshot.smoothed_requests)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.policies import adaptive
+from shoal.policies import adaptive, adaptive_memory
 from shoal.policies.adaptive import (
     ADAPTIVE,
     LEAST_SECONDS,
@@ -17,6 +17,8 @@ from shoal.policies.adaptive import (
 from shoal.policies.adaptive_memory import GONE_SECONDS
 from shoal.policies.excursions import Excursions
 from shoal.policies.flying import FLYING
+from shoal.policies.foresight import Foresight
+from shoal.policies.hindsight import News
 from shoal.policies.surges import BUSY, Surges
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
@@ -78,10 +80,10 @@ KNOWN = replace(GROWS, outputs=(round(GROWS.output_tokens),) * OUTPUTS_KEPT)
 
 @pytest.mark.slow
 def test_what_is_foreseen_pays_a_part_of_the_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e-9)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: 1e-9)
     late = reviews(GROWS, 60.0)
     assert late < 600
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: 1e9)
     assert 1 < reviews(GROWS, 60.0) < late, "something must have been saved"
 
 
@@ -89,7 +91,7 @@ def test_what_is_foreseen_pays_a_part_of_the_price(monkeypatch: pytest.MonkeyPat
 def test_nothing_pays_that_is_foreseen_to_lose_more_than_it_has_saved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e9)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: -1e9)
     assert wanted(CROWD, 20.0) == TP
 
 
@@ -97,8 +99,8 @@ def test_nothing_pays_that_is_foreseen_to_lose_more_than_it_has_saved(
 def test_nothing_pays_that_is_foreseen_to_lose_when_a_crowd_has_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
-    gone = Memory(-WATCH_SECONDS, age=600.0, requests=2000.0, squares=4e6)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: -1e-9)
+    gone = Memory(-WATCH_SECONDS, age=600.0, requests=2000.0, squared_requests=4e6)
     assert wanted(replace(CROWD, memory=gone), 20.0) == TP
 
 
@@ -107,11 +109,11 @@ def test_a_loss_that_was_foreseen_once_does_not_count_any_more(
 ) -> None:
     """Requests that come together at the start of a node look like a load of any size."""
     quiet = chats(node(FOURS, {0: 1}, rate=2.0))
-    monkeypatch.setattr(adaptive, "candidates_of", lambda *_: iter((FOURS, TP)))
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 10.0)
+    monkeypatch.setattr(adaptive_memory, "candidates_of", lambda *_: iter((FOURS, TP)))
+    monkeypatch.setattr(Foresight, "gain", lambda *_: 10.0)
     soon = reviews(quiet, 80.0)
     looks = iter([-1000.0, *[10.0] * 1000])
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: next(looks))
+    monkeypatch.setattr(Foresight, "gain", lambda *_: next(looks))
     more = adaptive.LOOK_SECONDS / WATCH_SECONDS
     assert 0 < reviews(quiet, 80.0) - soon <= more + 1
 
@@ -126,8 +128,8 @@ def test_a_switch_to_wider_units_must_be_foreseen_to_pay_twice(
         looked.append(1)
         return 1e9
 
-    monkeypatch.setattr(adaptive, "foreseen", foreseen)
-    monkeypatch.setattr(adaptive, "candidates_of", lambda *_: iter([here, there]))
+    monkeypatch.setattr(Foresight, "gain", foreseen)
+    monkeypatch.setattr(adaptive_memory, "candidates_of", lambda *_: iter([here, there]))
     crowd, quiet = node(TP, {0: 30}, rate=10.0), node(FOURS, {0: 1}, rate=2.0)
     assert wanted(chats(crowd if here == TP else quiet), 80.0) == there
     assert len(looked) == looks
@@ -135,13 +137,13 @@ def test_a_switch_to_wider_units_must_be_foreseen_to_pay_twice(
 
 def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """But not a load that only wobbles, not to wider units, and not if outputs are unknown."""
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: 1e9)
     wobbles = reviews(KNOWN, 60.0)
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
     assert reviews(KNOWN, 60.0) == 1 < wobbles
     assert reviews(GROWS, 60.0) > 1
     quiet = replace(chats(node(FOURS, {0: 1}, rate=2.0)), memory=Memory(-WATCH_SECONDS, age=60.0))
-    monkeypatch.setattr(adaptive, "candidates_of", lambda *_: iter((FOURS, TP)))
+    monkeypatch.setattr(adaptive_memory, "candidates_of", lambda *_: iter((FOURS, TP)))
     assert reviews(quiet, 80.0) > 1
 
 
@@ -149,7 +151,7 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
 def test_a_clump_after_near_silence_must_have_saved_something(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: 1e9)
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY / 2))
     assert reviews(KNOWN, 60.0) > 1
 
@@ -158,7 +160,7 @@ def test_a_group_that_nobody_is_in_is_left_when_requests_are_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody knows what comes next, and the node can leave the group as well when it comes."""
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: 1e9)
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
     empty = replace(chats(node(TP, rate=10.0)), memory=GROWS.memory)
     assert empty.requests == 0
@@ -169,19 +171,19 @@ def test_a_group_that_nobody_is_in_is_left_when_requests_are_there(
 def test_a_surge_is_left_for_what_brings_more_than_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The looks of a surge are many, and the best of them says too much."""
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e9)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: -1e9)
     first = next(asked_for(KNOWN, 1.0))
     cheapest = min(verdict.price for verdict in first.verdicts)
     assert cheapest > 10
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: cheapest - 3)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: cheapest - 3)
     assert next(asked_for(KNOWN, 1.0)).target is None
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: cheapest + 3)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: cheapest + 3)
     assert next(asked_for(KNOWN, 1.0)).target is not None
 
 
 def test_a_surge_that_is_foreseen_to_lose_is_stayed_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -1e-9)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: -1e-9)
     assert reviews(KNOWN, 5.0) == round(5.0 / WATCH_SECONDS)
 
 
@@ -207,7 +209,7 @@ def test_requests_are_not_kept_for_shadows_for_ever(targets: tuple[Target, ...])
         since = math.inf if k < 10 else 0.0
         plan = ADAPTIVE.plan(replace(seen, now=1.0 * k, arrived=come, since_urgent=since))
         assert isinstance(plan.memory, Memory)
-        assert plan.memory.arrived == ()
+        assert plan.memory.news == News()
         seen = replace(seen, memory=plan.memory)
 
 
@@ -281,10 +283,10 @@ def test_a_switch_just_made_is_given_time() -> None:
 
 def test_being_slower_than_a_layout_is_remembered_and_forgotten_within_minutes() -> None:
     *_, plan = asked_for(CROWD, 5.0)
-    behind = dict(plan.memory.behind)
+    behind = dict(plan.memory.past_regrets)
     assert behind[plan.target] > behind[TP] > 0  # The latter is the stop alone.
-    later = replace(CROWD, now=2000.0, memory=replace(plan.memory, at=0.0, shadows=None))
-    assert dict(ADAPTIVE.plan(later).memory.behind)[plan.target] < behind[plan.target] / 1e6
+    later = replace(CROWD, now=2000.0, memory=replace(plan.memory, judged_at=0.0, hindsight=None))
+    assert dict(ADAPTIVE.plan(later).memory.past_regrets)[plan.target] < behind[plan.target] / 1e6
 
 
 def test_while_another_layout_would_have_been_better_its_lead_must_be_saved_too() -> None:
@@ -292,7 +294,7 @@ def test_while_another_layout_would_have_been_better_its_lead_must_be_saved_too(
     others = {PAIRS, DP, FOURS} - {best}
 
     def after(*behind: tuple[Partition, float]) -> int:
-        return reviews(replace(CROWD, memory=Memory(-WATCH_SECONDS, behind=behind)))
+        return reviews(replace(CROWD, memory=Memory(-WATCH_SECONDS, past_regrets=behind)))
 
     assert after((TP, 1e9)) > after()
     # The layout that leads is the way home, and costs nothing more.
@@ -303,13 +305,13 @@ def test_while_another_layout_would_have_been_better_its_lead_must_be_saved_too(
 
 def test_what_switches_have_cost_in_vain_must_be_saved_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that is slower than every layout would have been has switched to and fro."""
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: 1e9)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: 1e9)
     load = chats(node(TP, {0: 30}, rate=10.0))
     memory = Memory(-WATCH_SECONDS, age=60.0)
 
     def after(lost: float) -> int:
         behind = tuple((c, lost) for c in (TP, PAIRS, FOURS, DP))
-        return reviews(replace(load, memory=replace(memory, behind=behind)), 60.0)
+        return reviews(replace(load, memory=replace(memory, past_regrets=behind)), 60.0)
 
     assert after(0.0) == after(-2000.0) < after(2000.0)
 
@@ -320,7 +322,7 @@ def test_a_dear_past_does_not_hold_a_layout_that_is_clearly_the_worse_one(
 ) -> None:
     """Wider units are much faster for a request on each engine, and only the past speaks for DP."""
     quiet = replace(node(DP, {0: 1}, rate=2.0), prompt_tokens=100.0, output_tokens=60.0)
-    dear = Memory(-WATCH_SECONDS, age=600.0, behind=tuple(dict.fromkeys(worse, 1e6).items()))
+    dear = Memory(-WATCH_SECONDS, age=600.0, past_regrets=tuple(dict.fromkeys(worse, 1e6).items()))
     assert WATCH_SECONDS * reviews(replace(quiet, memory=dear), 60.0) < 8.0
 
 
@@ -328,11 +330,11 @@ def test_a_look_ahead_does_not_hold_what_has_long_paid_while_the_same_crowd_is_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The look ahead says that each switch would lose five seconds of requests."""
-    monkeypatch.setattr(adaptive, "foreseen", lambda *_: -5.0)
+    monkeypatch.setattr(Foresight, "gain", lambda *_: -5.0)
     load = chats(node(TP, {0: 30}, rate=10.0))
 
     def after(usual: float) -> int:
-        memory = Memory(-WATCH_SECONDS, age=600.0, requests=usual, squares=usual**2)
+        memory = Memory(-WATCH_SECONDS, age=600.0, requests=usual, squared_requests=usual**2)
         return reviews(replace(load, memory=memory), 60.0)
 
     assert after(240.0) < 300, "as many as are there"
@@ -342,10 +344,10 @@ def test_a_look_ahead_does_not_hold_what_has_long_paid_while_the_same_crowd_is_t
 def test_a_layout_to_which_the_node_came_back_too_late_is_not_left_for_a_short_time() -> None:
     """Bursts of 60 requests come here, and the last one found the node in wider units."""
     quiet = replace(node(DP, {0: 1}, rate=2.0), prompt_tokens=100.0, output_tokens=60.0)
-    usual = Memory(-WATCH_SECONDS, age=600.0, requests=1.0, squares=60.0)
+    usual = Memory(-WATCH_SECONDS, age=600.0, requests=1.0, squared_requests=60.0)
 
     def after(lost: float, excursions: Excursions) -> float:
-        memory = replace(usual, behind=((DP, lost),), excursions=excursions)
+        memory = replace(usual, past_regrets=((DP, lost),), excursions=excursions)
         return WATCH_SECONDS * reviews(replace(quiet, memory=memory), 100.0)
 
     left = Excursions().leaving(DP, 0.0)
@@ -361,26 +363,28 @@ def test_what_a_crowd_has_taught_is_forgotten_once_it_has_gone(
     usual: float, *, forgotten: bool
 ) -> None:
     """Eight requests are left of it. An eighth of sixty is still a crowd."""
-    taught = Memory(-WATCH_SECONDS, age=600.0, requests=1.0, squares=usual, behind=((TP, 30.0),))
+    taught = Memory(
+        -WATCH_SECONDS, age=600.0, requests=1.0, squared_requests=usual, past_regrets=((TP, 30.0),)
+    )
     taught = replace(taught, excursions=Excursions().leaving(DP, 20.0))
     few = replace(node(DP, {0: 1}, rate=0.5), since_switch=0.0, memory=taught)
     memories = [plan.memory for plan in asked_for(few, 2 * GONE_SECONDS)]
     before, after = memories[round(GONE_SECONDS / WATCH_SECONDS) - 2], memories[-1]
     assert before.excursions.left
-    assert before.behind
+    assert before.past_regrets
     assert bool(after.excursions.left) == (not forgotten)
-    assert bool(dict(after.behind).get(TP)) == (not forgotten)
-    assert (after.usual < 10.0) == forgotten
+    assert bool(dict(after.past_regrets).get(TP)) == (not forgotten)
+    assert (after.usual_requests < 10.0) == forgotten
 
 
 def test_an_idle_node_begins_again_once_a_crowd_has_gone() -> None:
     able = replace(node(DP, rate=0.0), sp_above=tuple((one.layout, 512) for one in LAYOUTS[1:]))
-    taught = Memory(-WATCH_SECONDS, age=600.0, requests=1.0, squares=60.0)
+    taught = Memory(-WATCH_SECONDS, age=600.0, requests=1.0, squared_requests=60.0)
     plans = list(asked_for(replace(able, memory=taught), 2 * GONE_SECONDS))
     assert (plans[-1].target, plans[-1].reason) == (TP, "start")
     assert WATCH_SECONDS * len(plans) > GONE_SECONDS
     busy = replace(able, units=node(DP, {0: 1}).units, since_switch=0.0)
-    crowd = replace(taught, squares=600.0)
+    crowd = replace(taught, squared_requests=600.0)
     assert wanted(replace(busy, memory=crowd), 2 * GONE_SECONDS) == DP, "somebody would wait"
 
 
@@ -410,7 +414,7 @@ def test_no_crowd_of_minutes_ago_waits_for_what_caches_lose() -> None:
     few = replace(here, units=units, hit_share=0.5, since_switch=60.0)
 
     def price(usual: float, seen: Snapshot = few) -> float:
-        memory = Memory(-WATCH_SECONDS, age=60.0, requests=usual, squares=usual**2)
+        memory = Memory(-WATCH_SECONDS, age=60.0, requests=usual, squared_requests=usual**2)
         plan = ADAPTIVE.plan(replace(seen, memory=memory))
         return next(one.price for one in plan.verdicts if one.partition == TP)
 
@@ -434,7 +438,7 @@ def test_a_crowd_is_judged_less_often_because_it_takes_longer(waiting: int, judg
     seen, times = replace(CROWD, waiting=waiting, since_switch=0.0), set()
     for k in range(20):
         plan = ADAPTIVE.plan(replace(seen, now=1.1 * k * WATCH_SECONDS))
-        times.add(plan.memory.at)
+        times.add(plan.memory.judged_at)
         seen = replace(seen, memory=plan.memory)
     assert len(times) == pytest.approx(judged, abs=1)
 
@@ -443,7 +447,7 @@ def test_no_switch_while_one_runs_and_nothing_adds_up() -> None:
     seen = replace(CROWD, switching=True)
     *_, last = asked_for(seen, 2.0)
     assert last.target is None
-    assert last.memory.shadows is None
+    assert last.memory.hindsight is None
 
 
 def test_a_full_node_keeps_its_layout() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.policies import surges
-from shoal.policies.hindsight import AGAIN_SECONDS, Hindsight
+from shoal.policies.hindsight import LATEST_SECONDS, Hindsight
 from shoal.policies.surges import (
     ALIKE,
     BEFORE,
@@ -15,7 +15,7 @@ from shoal.policies.surges import (
     UNKNOWN_LENGTHS,
     Surges,
 )
-from tests.policies.test_hindsight import NOW, QUIET, after, rate, seen
+from tests.policies.shadows import NOW, QUIET, after, rate, seen
 
 JUDGED = 0.1
 
@@ -25,11 +25,11 @@ def surging(here: Hindsight) -> bool:
 
 
 def watched(came: list[float], until: float) -> list[Surges]:
-    """Return what is known at each judgement, once requests have come for ``AGAIN_SECONDS``."""
-    all_known, known, before = [], Surges(), came[0] + AGAIN_SECONDS
+    """Return what is known at each judgement, once requests have come for ``LATEST_SECONDS``."""
+    all_known, known, before = [], Surges(), came[0] + LATEST_SECONDS
     at = before + JUDGED
     while at < until:
-        latest = [each for each in came if at - AGAIN_SECONDS < each <= at]
+        latest = [each for each in came if at - LATEST_SECONDS < each <= at]
         new = sum(before < each <= at for each in came)
         known = known.at(replace(seen(*latest), at=at), new)
         all_known.append(known)
@@ -63,7 +63,7 @@ def test_two_clumps_that_one_window_holds_are_no_surge() -> None:
 
 
 def test_where_nobody_knows_what_is_usual_nothing_is_a_surge() -> None:
-    few = rate(BEFORE / AGAIN_SECONDS, AGAIN_SECONDS)
+    few = rate(BEFORE / LATEST_SECONDS, LATEST_SECONDS)
     assert surging(after(few, 0.2, 140))
     assert not surging(after(few[1:], 0.2, 140))
     assert not surging(seen())

@@ -23,11 +23,11 @@ def test_a_switch_stops_for_a_step_and_the_copies_and_computes_nothing_again() -
     costs = SwitchCosts(seen, MODEL)
     units = tuple(replace(unit, context_tokens=40 * unit.context_tokens) for unit in seen.units)
     longer = SwitchCosts(replace(seen, units=units), MODEL)
-    more = longer.whole_stop(PAIRS) - costs.whole_stop(PAIRS)
+    more = longer.stop_seconds(PAIRS) - costs.stop_seconds(PAIRS)
     added = 39 * sum(unit.context_tokens for unit in seen.units)
     # A pair reads one member's KV after the other's; the four pairs do so at once.
     assert more == pytest.approx(MODEL.carry_seconds(added, 4), rel=0.05)
-    assert 0 < costs.whole_stop(PAIRS) < 0.05
+    assert 0 < costs.stop_seconds(PAIRS) < 0.05
     assert more < 0.05 * MODEL.step_seconds(Layout(), Batch(prefill_tokens=added))
 
 
@@ -35,7 +35,9 @@ def test_a_prompt_in_flight_is_waited_for() -> None:
     seen = node(DP, {0: 4})
     units = (replace(seen.units[0], waiting=1, prefill_tokens=8000), *seen.units[1:])
     busy = replace(seen, units=units)
-    assert SwitchCosts(busy, MODEL).whole_stop(TP) > SwitchCosts(seen, MODEL).whole_stop(TP) + 0.2
+    assert (
+        SwitchCosts(busy, MODEL).stop_seconds(TP) > SwitchCosts(seen, MODEL).stop_seconds(TP) + 0.2
+    )
 
 
 def test_a_switch_waits_for_a_step_that_was_scheduled_ahead() -> None:
@@ -48,7 +50,7 @@ def test_a_switch_waits_for_a_step_that_was_scheduled_ahead() -> None:
             for tokens in (4000, 8000)
         )
         stops = (
-            SwitchCosts(replace(seen, units=units, schedules_ahead=ahead), MODEL).whole_stop(DP)
+            SwitchCosts(replace(seen, units=units, schedules_ahead=ahead), MODEL).stop_seconds(DP)
             for units in (long, short)
         )
         return next(stops) - next(stops)
@@ -64,7 +66,7 @@ def test_the_last_of_several_steps_in_flight_is_waited_for() -> None:
             replace(unit, requests=unit.requests if k < stepping else 0, prefill_tokens=prefill)
             for k, unit in enumerate(seen.units)
         )
-        return SwitchCosts(replace(seen, units=tuple(units)), MODEL).whole_stop(DP)
+        return SwitchCosts(replace(seen, units=tuple(units)), MODEL).stop_seconds(DP)
 
     seen = node(PAIRS, {0: 8})
     longer = {stepping: stall(stepping, 8000) - stall(stepping, 4000) for stepping in (1, 4)}
@@ -85,7 +87,7 @@ def test_units_that_stay_are_not_stopped() -> None:
     seen = node(MIXED, {0: 4})
     halves: Partition = (tp(0, 1, 2, 3), tp(4, 5, 6, 7))
     costs = SwitchCosts(seen, MODEL)
-    assert costs.whole_stop(MIXED) < costs.whole_stop(halves)
+    assert costs.stop_seconds(MIXED) < costs.stop_seconds(halves)
 
 
 def refill(**seen: Any) -> float:
@@ -95,7 +97,7 @@ def refill(**seen: Any) -> float:
     units = {"cached_tokens": 10**6, "context_tokens": 0} | units
     of_units = tuple(replace(unit, **units) for unit in here.units)
     known = {"lost_tokens": 600.0, "watched_tokens": inf} | seen
-    return SwitchCosts(replace(here, units=of_units, **known), MODEL).refill()
+    return SwitchCosts(replace(here, units=of_units, **known), MODEL).refill_seconds()
 
 
 def test_what_is_used_again_soon_is_lost_only_once() -> None:

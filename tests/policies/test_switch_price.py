@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.policies.switch_price import PAST_SHARE, Account, fine_of, noise_of, past_of
+from shoal.policies.switch_price import SURPLUS_SHARE, Account, fine_of, most_surplus_of, noise_of
 from tests.policies.nodes import DP, FOURS, TP
 
 
@@ -53,9 +53,9 @@ def test_what_was_saved_in_a_crowd_that_has_gone_pays_the_price_and_no_more() ->
 
 
 def test_what_is_saved_beyond_the_price_counts_in_part_while_the_crowd_is_there() -> None:
-    assert past_of(100, 40) == 0.0
-    assert past_of(100, 60) == pytest.approx(30.0)
-    assert Account(1.0, 4.0, 0.5, has_room=True, past=30.0).unpaid == pytest.approx(3.5)
-    saved = Account(14.5, 4.0, 0.5, has_room=True, past=30.0)
-    assert saved.unpaid == pytest.approx(-10.0 * PAST_SHARE)
-    assert Account(1e6, 4.0, 0.5, has_room=True, past=1.0).unpaid == pytest.approx(-1.0)
+    assert most_surplus_of(100, 40) == 0.0
+    assert most_surplus_of(100, 60) == pytest.approx(30.0)
+    assert Account(1.0, 4.0, 0.5, has_room=True, most_surplus=30.0).unpaid == pytest.approx(3.5)
+    saved = Account(14.5, 4.0, 0.5, has_room=True, most_surplus=30.0)
+    assert saved.unpaid == pytest.approx(-10.0 * SURPLUS_SHARE)
+    assert Account(1e6, 4.0, 0.5, has_room=True, most_surplus=1.0).unpaid == pytest.approx(-1.0)

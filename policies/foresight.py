@@ -1,0 +1,200 @@
+"""What a switch now will bring, if the latest requests come again.
+
+A node that fills up, or a burst that has not ended, will have more requests than now, and the
+layout that was best with few may not be best with many. Nobody knows what comes. So the requests of
+the last seconds come again to a shadow that stays in the present layout, and to one that switches
+(``shadow.py``): once backwards, as if what is happening went on, and once as they came.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil, exp, inf
+from typing import NamedTuple
+
+from shoal.policies.hindsight import LATEST_SECONDS, Hindsight, clump_size
+from shoal.policies.jobs import Job
+from shoal.policies.shadow import Shadow, shadow_of
+from shoal.policies.surges import Lasting
+from shoal.policies.values.partition import Partition
+
+HORIZONS = (1.25, 2.5)
+"""Seconds to look ahead; the time after which a switch has paid best counts. What comes later can
+be judged later."""
+SURGE_HORIZONS = (*HORIZONS, 5.0, LATEST_SECONDS)
+"""The same in a surge, of which ``surges.py`` says how long it may last."""
+CLUMP_SECONDS = 0.25
+"""Requests within such a time are a clump, as far as they are more than come evenly."""
+
+
+@dataclass(slots=True)
+class EmptyCaches:
+    """Caches that were empty when the first request came."""
+
+    memory: float
+    """Of what requests find usually, the share that was last used more than so many tokens of
+    prompts ago is 1/e. 0: they lose nothing."""
+    tokens: int = 0
+    """Tokens of prompts since then."""
+
+    def job(self, job: Job) -> Job:
+        """Return a request with the tokens that it has to compute because they are not back yet."""
+        if not self.memory:
+            return job
+        lost = exp(-self.tokens / self.memory)
+        self.tokens += job.prompt
+        return job._replace(new=job.new + round(lost * (job.prompt - job.new)))
+
+
+class Future(NamedTuple):
+    """How the latest requests are taken to come again."""
+
+    stretch: float = 1.0
+    """What took a second takes so many seconds, in which so many times as many come."""
+    backwards: bool = True
+    """Whether the latest ones come first, or those of ``LATEST_SECONDS`` ago."""
+
+    def arrivals(self, hindsight: Hindsight) -> Iterator[tuple[float, Job]]:
+        """Yield when jobs come, in seconds of the clock, and which of the latest ones."""
+        return mirrored(hindsight, self.stretch) if self.backwards else repeated(hindsight)
+
+
+FUTURES = (Future(), Future(backwards=False))
+"""What is happening goes on, or it is as it was ``LATEST_SECONDS`` ago. Nobody knows which: a burst
+may last, and a clump of requests is over when it has come."""
+
+
+class Outcome(NamedTuple):
+    """What has become of a shadow when it was looked ahead for some time."""
+
+    cost: float
+    """What all requests will have cost if no other comes after that, seconds."""
+    requests: int
+    """How many are there then."""
+
+
+class Foresight:
+    """Tells of candidates what a switch now will bring. What staying costs is computed only once.
+
+    Args:
+        hindsight: the shadows, and the latest requests.
+        lasting: how long the present surge will last (``surges.py``); empty: there is none. A surge
+            does go on, and nobody knows for how long.
+        caches: what requests find after a switch; None: what they find now.
+    """
+
+    def __init__(
+        self, hindsight: Hindsight, lasting: Lasting = (), caches: EmptyCaches | None = None
+    ) -> None:
+        self._hindsight = hindsight
+        self._lasting = lasting
+        self._caches = EmptyCaches(0.0) if caches is None else caches
+        self._horizons = SURGE_HORIZONS if lasting else HORIZONS
+        self._staying: dict[Future, tuple[Outcome, ...]] = {}
+
+    def gain(self, to: Partition, stop: float) -> float:
+        """Return the seconds of requests that a switch now will save.
+
+        It must pay in both futures, and the worse one counts; in a surge the mean one counts. If it
+        pays only for a time, it is taken back after that, for another stop.
+
+        Args:
+            to: the partition to which the node would switch.
+            stop: seconds for which the switch stops requests.
+        """
+        hindsight, caches = self._hindsight, replace(self._caches)
+        # Until the switch stops them, units go on with the steps that they have begun.
+        until = hindsight.current.copy()
+        until.advance(hindsight.at + stop, hindsight.terms)
+        begin = max(queue.clock for queue in until.queues)
+        requests = until.population()
+        # A prompt that has begun is carried. The others wait in the order of their turns.
+        waiting = [job if job.came == -inf else caches.job(job) for job in requests.waiting]
+        moved = requests._replace(waiting=waiting)
+        switched = shadow_of(hindsight.units(to), moved, begin, hindsight.terms)
+        so_far = until.cost_so_far(begin)
+
+        def gain_in(future: Future) -> float:
+            stays = self._stays(future)
+            goes = self._outcomes(switched.copy(), future, replace(caches))
+            return max(
+                stay.cost - so_far - go.cost - (stop * go.requests if at < LATEST_SECONDS else 0.0)
+                for at, stay, go in zip(self._horizons, stays, goes, strict=True)
+            )
+
+        if self._lasting:
+            return sum(share * gain_in(Future(stretch)) for share, stretch in self._lasting)
+        return min(map(gain_in, FUTURES))
+
+    def _stays(self, future: Future) -> tuple[Outcome, ...]:
+        """Return what becomes of the present layout, at each horizon."""
+        if future not in self._staying:
+            outcomes = self._outcomes(self._hindsight.current.copy(), future, EmptyCaches(0.0))
+            self._staying[future] = tuple(outcomes)
+        return self._staying[future]
+
+    def _outcomes(self, shadow: Shadow, future: Future, caches: EmptyCaches) -> Iterator[Outcome]:
+        """Yield what becomes of a shadow, at each horizon.
+
+        Args:
+            shadow: it is changed.
+            future: what comes to it.
+            caches: what requests find in it.
+        """
+        hindsight = self._hindsight
+        coming = future.arrivals(hindsight)
+        at, job = next(coming, (inf, None))
+        for horizon in self._horizons:
+            while job is not None and at < hindsight.at + horizon:
+                shadow.advance(at, hindsight.terms)
+                comes = Job(at, job.new, job.prompt, job.output, kind=job.kind)
+                shadow.put(caches.job(comes), hindsight.terms)
+                at, job = next(coming, (inf, None))
+            yield Outcome(shadow.final_cost(hindsight.terms), shadow.requests)
+
+
+def period(hindsight: Hindsight) -> float:
+    """Return the seconds after which the latest jobs come again.
+
+    A node that was watched for a short time was watched from its first request on, and is often
+    judged when others have just come. So the time until the next ones counts, too. It is as long as
+    the mean time between clumps of requests.
+    """
+    span, count = hindsight.span, len(hindsight.latest)
+    if span == LATEST_SECONDS or not count:
+        return span
+    evenly = count * CLUMP_SECONDS / span
+    clump = clump_size([job.start for job in hindsight.latest], CLUMP_SECONDS, evenly)
+    return min(LATEST_SECONDS, span * (1 + clump / count))
+
+
+def mirrored(hindsight: Hindsight, stretch: float = 1.0) -> Iterator[tuple[float, Job]]:
+    """Yield when the latest jobs come again: at first backwards, from the last one to the first.
+
+    Of a node that was watched for less than that, the time before is not known. So they come to and
+    fro.
+
+    Args:
+        hindsight: the shadows, and the latest jobs.
+        stretch: see ``Future``.
+    """
+    span, due = period(hindsight), 0.0
+    for k in range(ceil(LATEST_SECONDS / span / stretch)):
+        forwards, last = k % 2, 0.0
+        for job in hindsight.latest if forwards else reversed(hindsight.latest):
+            ago = max(0.0, hindsight.at - job.start)
+            after = max(0.0, span - ago) if forwards else ago
+            due += stretch
+            times = int(due)
+            due -= times
+            for n in range(1, times + 1):
+                place = k * span + last + (after - last) * n / times
+                yield hindsight.at + stretch * place, job
+            last = after
+
+
+def repeated(hindsight: Hindsight) -> Iterator[tuple[float, Job]]:
+    """Yield when the latest jobs come again as they came, from the first one to the last."""
+    span, now = period(hindsight), hindsight.at
+    for k in range(ceil(LATEST_SECONDS / span)):
+        for job in hindsight.latest:
+            yield max(now + k * span, job.start + (k + 1) * span), job
