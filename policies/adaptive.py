@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.policies.adaptive_memory import Memory
-from shoal.policies.candidates import candidates_of, widest
+from shoal.policies.candidates import candidates_of, widest_size
 from shoal.policies.first_layout import first_layout
 from shoal.policies.flying import FLYING
 from shoal.policies.foresight import Foresight
@@ -62,7 +62,7 @@ from shoal.policies.values.snapshot import (
 
 WATCH_SECONDS = 0.1
 """How often the layout is judged."""
-MANY = 512
+MANY_REQUESTS = 512
 """With more requests on the node, the intervals grow with their number: judging takes longer, too,
 and the controller has other work. Nor does it matter so soon, because so many take long."""
 LEAST_SECONDS = 0.5
@@ -99,13 +99,13 @@ def _layout_plan(snapshot: Snapshot, model: StepPredictor, needed: int, lane: Un
         return Plan(memory=replace(memory, judged_at=snapshot.now))
     lacks_lane = lane is not None and lane not in here
     in_pipelines = any(unit.layout.pp > 1 for unit in here)  # only operators choose these
-    if widest(here) < needed or lacks_lane or in_pipelines:
+    if widest_size(here) < needed or lacks_lane or in_pipelines:
         memory = memory.watched(snapshot, model, lane)
         return _forced(snapshot, memory, SwitchCosts(snapshot, model), needed, lane)
-    is_due = snapshot.now - memory.judged_at >= WATCH_SECONDS * _crowd(snapshot)
+    is_due = snapshot.now - memory.judged_at >= WATCH_SECONDS * _slowdown(snapshot)
     if not is_due and memory.hindsight is not None:
         return Plan(memory=memory)
-    first = None if memory.age else _first(snapshot, model)
+    first = None if memory.age else _first_partition(snapshot, model)
     if first is not None:
         memory = replace(memory, judged_at=snapshot.now)
         return Plan(target=first, reason="start", memory=memory)
@@ -125,7 +125,7 @@ def _forced(
     target = max(ahead, key=ahead.__getitem__, default=snapshot.partition)
     if target == snapshot.partition:
         return Plan(memory=memory)
-    is_long = widest(snapshot.partition) < needed
+    is_long = widest_size(snapshot.partition) < needed
     reason = "long" if is_long else _reason(snapshot, target, lane)
     return Plan(target=target, reason=reason, memory=replace(memory, agreed=None))
 
@@ -143,7 +143,7 @@ def _by_hindsight(
         lane: see ``_layout_plan``.
     """
     books = _balanced(snapshot, costs, memory)
-    near = [c for c in books.near(snapshot) if widest(c) >= needed]
+    near = [c for c in books.near(snapshot) if widest_size(c) >= needed]
     best = None
     if near:
         best, books = _looked_ahead(snapshot, costs, books, near)
@@ -158,9 +158,9 @@ def _by_hindsight(
     )
 
 
-def _crowd(snapshot: Snapshot) -> float:
+def _slowdown(snapshot: Snapshot) -> float:
     """Return how many times as long as usual all intervals are."""
-    return max(1.0, snapshot.requests / MANY)
+    return max(1.0, snapshot.requests / MANY_REQUESTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class _Books:
         """Return the candidates for which it is time to look ahead."""
         surges, now = self.memory.surges, snapshot.now
         pause = surges.pause(now) if surges.lasting(now) else LOOK_SECONDS
-        has_paused = now - self.memory.looked_at >= pause * _crowd(snapshot)
+        has_paused = now - self.memory.looked_at >= pause * _slowdown(snapshot)
         if snapshot.since_switch < LEAST_SECONDS or not has_paused:
             return []
         near = [c for c, one in self.accounts.items() if one.is_near or self._may_leave_for(c)]
@@ -288,7 +288,7 @@ def _looked_ahead(
     return (best if pays and is_sure else None), replace(books, memory=memory)
 
 
-def _first(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
+def _first_partition(snapshot: Snapshot, model: StepPredictor) -> Partition | None:
     """Return the partition with which an idle node begins; None: the present one.
 
     A node that a crowd has left begins again.

@@ -8,25 +8,26 @@ from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.snapshot import Snapshot
 
 
-def widest(partition: Partition) -> int:
+def widest_size(partition: Partition) -> int:
     """Return the engines of its largest unit."""
     return max(unit.size for unit in partition)
 
 
-def candidates_of(snapshot: Snapshot, needed: int, lane: Unit | None = None) -> Iterator[Partition]:
-    """Yield each layout for all engines, and groups beside narrower units if one is needed.
+def candidates_of(snapshot: Snapshot, needed: int, lane: Unit | None) -> Iterator[Partition]:
+    """Yield each layout for all engines, and one group beside narrower units if it is needed.
 
     Args:
         snapshot: the node.
         needed: engines of the narrowest unit that holds every request.
         lane: the group that urgent requests have to themselves. Then it is each layout for all
-            other engines.
+            other engines. None: they have none.
     """
     options = _without_lane(snapshot, needed) if lane is None else _with_lane(snapshot, lane)
-    return iter(dict.fromkeys(option for option in options if widest(option) >= needed))
+    return iter(dict.fromkeys(option for option in options if widest_size(option) >= needed))
 
 
 def _without_lane(snapshot: Snapshot, needed: int) -> Iterator[Partition]:
+    """Yield the partitions by the layout of all engines, or of the one group that is needed."""
     layouts = layouts_up_to(snapshot.max_group)
     for wide in layouts:
         if wide.world_size < needed:
@@ -47,6 +48,7 @@ def _beside(snapshot: Snapshot, wide: Layout) -> Iterator[Partition]:
 
 
 def _with_lane(snapshot: Snapshot, lane: Unit) -> Iterator[Partition]:
+    """Yield the partitions with this group, by the layout of the other engines."""
     taken = set(lane.engines)
     for layout in layouts_up_to(snapshot.max_group):
         units = units_of(snapshot.engines, layout)

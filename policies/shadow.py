@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from shoal.policies.jobs import Decode, Guessed, Job, Kind
 from shoal.policies.terms import Terms, TermsOf
-from shoal.policies.unit_costs import Start, latest
+from shoal.policies.unit_costs import Start, latest_first_token
 from shoal.policies.values.batch import PromptWork
 from shoal.policies.values.layouts import Layout
 
@@ -156,7 +156,7 @@ class Queue:
     def _has_room(self, terms: Terms) -> bool:
         if not self.running:
             return True
-        fits = self.context + self.waiting[0].prompt <= terms.tokens
+        fits = self.context + self.waiting[0].prompt <= terms.kv_tokens
         return fits and len(self.running) < terms.seats
 
     def _steps_of_decodes(self, until: float, terms: Terms) -> None:
@@ -179,7 +179,7 @@ class Queue:
         A switch may bring more requests than there is room for. They then take turns.
         """
         count = len(self.running)
-        rounds = max(1.0, count / terms.seats, context / terms.tokens)
+        rounds = max(1.0, count / terms.seats, context / terms.kv_tokens)
         return rounds * terms.decode.step(count, context, context, count)
 
     def _pass_time(self, steps: int, seconds: float) -> None:
@@ -200,8 +200,8 @@ class Queue:
     def _step_with_prompts(self, terms: Terms) -> None:
         """Compute a step with as many tokens of waiting prompts as find room (chunked prefill)."""
         decodes = len(self.running)
-        budget = max(1, min(terms.chunk - decodes, terms.mixed if decodes else terms.chunk))
-        space = terms.tokens - self.context if decodes else inf
+        budget = max(1, min(terms.chunk - decodes, terms.mixed_chunk if decodes else terms.chunk))
+        space = terms.kv_tokens - self.context if decodes else inf
         tokens, pairs, done = 0, 0.0, 0
         for job in self.waiting[: terms.seats - decodes]:
             if job.prompt > space or not budget:
@@ -218,7 +218,7 @@ class Queue:
             self.computed = 0
             done += 1
         self.queued -= tokens
-        self._pass_time(1, terms.prompts(decodes + tokens, self.context, pairs, decodes))
+        self._pass_time(1, terms.prompt_step(decodes + tokens, self.context, pairs, decodes))
         for job in self.waiting[:done]:
             one = job.decoding(self.clock, self.steps)
             if one.output > 1:
@@ -248,7 +248,7 @@ class Queue:
         It also waits for the present step, which may compute prompts of some of ``running``.
         """
         prompt, read = terms.prices.prompt, terms.prices.read
-        output, queued = terms.output, self.queued
+        output, queued = terms.output_tokens, self.queued
         others = len(self.waiting) + len(self.running)
         step = self.clock - job.start
         wait = (step if step > 0.0 else 0.0) + queued * prompt
@@ -300,7 +300,7 @@ class Shadow:
         best = queues[0]
         if len(queues) > 1:
             starts = [queue.predicted_start(job, terms[queue.layout]) for queue in queues]
-            bound = latest(min([start.first_token for start in starts]))
+            bound = latest_first_token(min([start.first_token for start in starts]))
             costs = [inf if start.first_token > bound else start.cost for start in starts]
             best = queues[costs.index(min(costs))]
         best.add_prompt(job, terms[best.layout])

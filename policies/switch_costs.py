@@ -10,7 +10,7 @@ from shoal.policies.values.kv_need import blocks_for
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.snapshot import Snapshot, StepPredictor, UnitState
 
-USUAL = 16
+USUAL_REQUESTS = 16
 """Requests of the usual length that are added to the present ones, because a few requests say
 little about the next ones."""
 LEAST_ROOM = 0.15
@@ -65,44 +65,49 @@ class SwitchCosts:
     def refill_seconds(self) -> float:
         """Return the seconds in which the node computes again what the caches lose in a switch.
 
-        What is used again soon is lost only once, such as a beginning that all prompts share. How
-        much is used again only after longer than the node was watched is a guess: as much between
-        a time and its double as between a quarter and half of the time until now. Mooncake's chats
-        go on like that. All this is at most what a switch leaves behind. It takes along what was
-        used latest.
+        It is the least of three numbers of tokens: what requests find within ``CACHE_SECONDS``,
+        what the switch leaves behind, and what was used too long ago to be taken along. What is
+        used again soon, such as a beginning that all prompts share, is lost only once. How much is
+        used again only after longer than the node was watched is a guess: as much between a time
+        and its double as between a quarter and half of the time until now. Mooncake's chats go on
+        like that.
         """
-        snapshot, latest = self._snapshot, self._taken_along
-        rate = self._prompt * snapshot.usual_rate
+        snapshot, latest = self._snapshot, self._tokens_taken_along
+        rate = self._whole_prompt * snapshot.usual_rate
         found = CACHE_SECONDS * snapshot.hit_share * rate
         unseen = max(0.0, CACHE_SECONDS * rate - max(latest, snapshot.watched_tokens / 2))
         unknown = snapshot.late_share / math.log(2) * unseen
         lost = snapshot.lost_tokens
         if lost:
             lost *= math.exp(-latest * snapshot.hit_share / lost)
+        # All units compute at once.
         token = prices_of(snapshot, snapshot.units[0].unit.layout).prompt / len(snapshot.units)
-        return min(found, self._left_behind, lost + unknown) * token
+        return min(found, self._tokens_left_behind, lost + unknown) * token
 
     @property
-    def _output(self) -> float:
+    def _output_tokens(self) -> float:
+        """Tokens of the mean output."""
         return max(1.0, self._snapshot.output_tokens)
 
     @property
-    def _left_behind(self) -> int:
+    def _tokens_left_behind(self) -> int:
         """The cached tokens that a switch does not take along."""
         units = self._snapshot.units
         return sum(max(0, of_ended(unit) - unit.portable_tokens) for unit in units)
 
     @property
-    def _prompt(self) -> float:
+    def _whole_prompt(self) -> float:
         """Tokens of the mean prompt, those that it finds in a cache included."""
         return self._snapshot.prompt_tokens / max(0.1, 1 - self._snapshot.hit_share)
 
     @property
-    def _taken_along(self) -> float:
+    def _tokens_taken_along(self) -> float:
         """The latest tokens of prompts of which a switch takes along all that is cached."""
         snapshot = self._snapshot
-        tokens = sum(map(of_ended, snapshot.units)) - self._left_behind
-        return tokens * self._prompt / max(1.0, snapshot.prompt_tokens + snapshot.output_tokens)
+        tokens = sum(map(of_ended, snapshot.units)) - self._tokens_left_behind
+        return (
+            tokens * self._whole_prompt / max(1.0, snapshot.prompt_tokens + snapshot.output_tokens)
+        )
 
     def empty_caches(self) -> EmptyCaches:
         """Return what requests find after a switch, in which caches are left behind.
@@ -110,9 +115,9 @@ class SwitchCosts:
         How long ago it was last used is taken to be distributed exponentially.
         """
         share, lost = self._snapshot.hit_share, self._snapshot.lost_tokens
-        if not (share and self._left_behind):
+        if not (share and self._tokens_left_behind):
             return EmptyCaches(0.0)
-        return EmptyCaches(lost / share, round(self._taken_along))
+        return EmptyCaches(lost / share, round(self._tokens_taken_along))
 
     def has_room(self, candidate: Partition) -> bool:
         """Return whether the requests that a switch moves can take their KV along.
@@ -125,7 +130,8 @@ class SwitchCosts:
         )
 
     def _step_seconds(self, unit: UnitState) -> float:
-        context = round(usual_prompt(self._snapshot) + self._output / 2)
+        """Return the seconds of a unit's next step, with requests of the usual length."""
+        context = round(usual_prompt(self._snapshot) + self._output_tokens / 2)
         layout, running = unit.unit.layout, max(1, unit.running)
         prompts = min(self._snapshot.chunk(layout), unit.prefill_tokens)
         before = round(usual_prompt(self._snapshot) / 2) if prompts else 0
@@ -139,7 +145,7 @@ class SwitchCosts:
         widest = max(unit.unit.size for unit in moved)
         links = sum(min(unit.size, widest) for unit in readers)
         computed = sum(unit.context_tokens - unit.prefill_tokens for unit in moved)
-        tokens = computed + sum(unit.running for unit in moved) * self._output / 2
+        tokens = computed + sum(unit.running for unit in moved) * self._output_tokens / 2
         return self._model.carry_seconds(tokens, max(1, links))
 
 
@@ -160,4 +166,4 @@ def free_of_kv(unit: UnitState) -> int:
 def usual_prompt(snapshot: Snapshot) -> float:
     """Return the prompt tokens of the mean request, from the present and the latest requests."""
     here = snapshot.waiting_tokens + sum(unit.context_tokens for unit in snapshot.units)
-    return (here + USUAL * snapshot.prompt_tokens) / (snapshot.requests + USUAL)
+    return (here + USUAL_REQUESTS * snapshot.prompt_tokens) / (snapshot.requests + USUAL_REQUESTS)

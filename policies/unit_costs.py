@@ -8,7 +8,8 @@ saves, and the more requests a unit has, the more a prefix must save.
 
 So long prompts go to the unit with the fewest requests, and wait there for each other. In a burst
 their first tokens would come far later than in the order of arrival. So a request goes to no unit
-where its first token comes much later than it could (``latest``), whatever the others lose.
+where its first token comes much later than it could (``latest_first_token``), whatever the others
+lose.
 """
 
 from collections.abc import Iterable
@@ -31,8 +32,9 @@ so many seconds (docs/policies.md)."""
 LATER, LATER_SECONDS = 0.5, 0.2
 """By which share, and how many seconds, a first token may come later so that others need not wait.
 They are a trade of the slowest first tokens for the mean request (docs/policies.md)."""
-_DECODES, _CONTEXT, _LONG_STEP = 32, 4096, 4096
-_LONG_CONTEXT = 32768
+_DECODES, _CONTEXT, _LONG_STEP, _LONG_CONTEXT = 32, 4096, 4096, 32768
+"""Steps of which tokens have their prices: requests that decode, tokens of context, tokens of a
+prompt, and tokens of a long context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Start(NamedTuple):
     """The time that all requests of the unit lose together."""
 
 
-def latest(earliest: float) -> float:
+def latest_first_token(earliest: float) -> float:
     """Return how long a request may wait for its first token, seconds.
 
     Args:
@@ -82,19 +84,20 @@ def patience(own: float) -> float:
     return min(PATIENCE * own, MOST_PATIENCE)
 
 
-class _Terms(NamedTuple):
-    """What does not depend on the request."""
+class _Share(NamedTuple):
+    """The part of a cost that depends on the unit, and not on the request."""
 
     taken: int
     """Requests that the plan had sent to the unit."""
     prices: Prices
     wait: float
     """Time until the unit has computed the prompts that it has."""
-    reads: float
-    """Time in which a request's steps read the contexts of the unit's requests."""
+    own_reads: float
+    """Time in which the request's steps read the contexts of the unit's requests."""
     others: int
-    read: float
-    """Time in which the others' steps read a token of the request."""
+    """Requests that the unit has."""
+    others_read: float
+    """Time in which the steps of these read a token of the request."""
 
 
 class UnitCosts:
@@ -111,18 +114,18 @@ class UnitCosts:
         self._snapshot = snapshot
         self._prices: dict[Layout, Prices] = {}
         self._queued: dict[int, PromptWork] = {}
-        self._terms: dict[int, _Terms] = {}
+        self._shares: dict[int, _Share] = {}
         """Both by the unit's leader."""
 
     def __call__(self, request: PoolRequest, room: Room) -> Start:
         """Return what the unit makes of a request, by which units can be compared."""
-        terms = self._terms.get(room.unit.unit.leader)
-        if terms is None or terms.taken != room.taken:
-            terms = self._terms[room.unit.unit.leader] = self._terms_of(room)
-        own = terms.prices.seconds(room.work(request))
-        lost = (1 + terms.others) * own
-        cost = terms.wait + terms.reads + lost + terms.read * request.prompt_tokens
-        return Start(terms.wait + own, cost)
+        share = self._shares.get(room.unit.unit.leader)
+        if share is None or share.taken != room.taken:
+            share = self._shares[room.unit.unit.leader] = self._share_of(room)
+        own = share.prices.seconds(room.work(request))
+        lost = (1 + share.others) * own
+        cost = share.wait + share.own_reads + lost + share.others_read * request.prompt_tokens
+        return Start(share.wait + own, cost)
 
     def patience(self, request: PoolRequest, room: Room) -> float:
         """Return how long a request lets shorter ones pass in a unit, seconds (``patience``).
@@ -141,10 +144,14 @@ class UnitCosts:
         """
         starts = {room.unit.unit: self(request, room) for room in rooms}
         timed = starts and self._snapshot.cost_model is not None
-        bound = latest(min(start.first_token for start in starts.values())) if timed else inf
+        bound = (
+            latest_first_token(min(start.first_token for start in starts.values()))
+            if timed
+            else inf
+        )
         return {unit: (start.first_token > bound, start.cost) for unit, start in starts.items()}
 
-    def _terms_of(self, room: Room) -> _Terms:
+    def _share_of(self, room: Room) -> _Share:
         unit, output = room.unit, self._snapshot.output_tokens
         prices = self._prices_of(room)
         if unit.unit.leader not in self._queued:
@@ -153,10 +160,10 @@ class UnitCosts:
             self._queued[unit.unit.leader] = queued
         wait = prices.seconds(self._queued[unit.unit.leader].with_(room.queued))
         others = unit.requests + room.taken
-        reads = output * (unit.context_tokens + room.context) * prices.read
+        own_reads = output * (unit.context_tokens + room.context) * prices.read
         # On average, half of the others' outputs are still to come.
-        read = others * output / 2 * prices.read
-        return _Terms(room.taken, prices, wait, reads, others, read)
+        others_read = others * output / 2 * prices.read
+        return _Share(room.taken, prices, wait, own_reads, others, others_read)
 
     def _prices_of(self, room: Room) -> Prices:
         layout = room.unit.unit.layout

@@ -10,7 +10,7 @@ from shoal.policies import adaptive, adaptive_memory
 from shoal.policies.adaptive import (
     ADAPTIVE,
     LEAST_SECONDS,
-    MANY,
+    MANY_REQUESTS,
     WATCH_SECONDS,
     Memory,
 )
@@ -19,7 +19,7 @@ from shoal.policies.excursions import Excursions
 from shoal.policies.flying import FLYING
 from shoal.policies.foresight import Foresight
 from shoal.policies.hindsight import News
-from shoal.policies.surges import BUSY, Surges
+from shoal.policies.surges import BUSY_RATE, Surges
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan
@@ -139,7 +139,7 @@ def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.Monke
     """But not a load that only wobbles, not to wider units, and not if outputs are unknown."""
     monkeypatch.setattr(Foresight, "gain", lambda *_: 1e9)
     wobbles = reviews(KNOWN, 60.0)
-    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual_rate=BUSY_RATE))
     assert reviews(KNOWN, 60.0) == 1 < wobbles
     assert reviews(GROWS, 60.0) > 1
     quiet = replace(chats(node(FOURS, {0: 1}, rate=2.0)), memory=Memory(-WATCH_SECONDS, age=60.0))
@@ -152,7 +152,7 @@ def test_a_clump_after_near_silence_must_have_saved_something(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Foresight, "gain", lambda *_: 1e9)
-    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY / 2))
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual_rate=BUSY_RATE / 2))
     assert reviews(KNOWN, 60.0) > 1
 
 
@@ -161,7 +161,7 @@ def test_a_group_that_nobody_is_in_is_left_when_requests_are_there(
 ) -> None:
     """Nobody knows what comes next, and the node can leave the group as well when it comes."""
     monkeypatch.setattr(Foresight, "gain", lambda *_: 1e9)
-    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual_rate=BUSY_RATE))
     empty = replace(chats(node(TP, rate=10.0)), memory=GROWS.memory)
     assert empty.requests == 0
     assert wanted(empty) == TP
@@ -170,7 +170,7 @@ def test_a_group_that_nobody_is_in_is_left_when_requests_are_there(
 
 def test_a_surge_is_left_for_what_brings_more_than_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The looks of a surge are many, and the best of them says too much."""
-    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual_rate=BUSY_RATE))
     monkeypatch.setattr(Foresight, "gain", lambda *_: -1e9)
     first = next(asked_for(KNOWN, 1.0))
     cheapest = min(verdict.price for verdict in first.verdicts)
@@ -182,7 +182,7 @@ def test_a_surge_is_left_for_what_brings_more_than_noise(monkeypatch: pytest.Mon
 
 
 def test_a_surge_that_is_foreseen_to_lose_is_stayed_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual=BUSY))
+    monkeypatch.setattr(Surges, "at", lambda *_: Surges(-1.0, usual_rate=BUSY_RATE))
     monkeypatch.setattr(Foresight, "gain", lambda *_: -1e-9)
     assert reviews(KNOWN, 5.0) == round(5.0 / WATCH_SECONDS)
 
@@ -433,7 +433,7 @@ def test_between_reviews_nothing_is_judged_but_requests_start() -> None:
     assert [d.request_id for d in plan.dispatches] == ["a"]
 
 
-@pytest.mark.parametrize(("waiting", "judged"), [(0, 20), (MANY * 5, 4)])
+@pytest.mark.parametrize(("waiting", "judged"), [(0, 20), (MANY_REQUESTS * 5, 4)])
 def test_a_crowd_is_judged_less_often_because_it_takes_longer(waiting: int, judged: int) -> None:
     seen, times = replace(CROWD, waiting=waiting, since_switch=0.0), set()
     for k in range(20):

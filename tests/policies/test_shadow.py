@@ -32,11 +32,11 @@ ALL = {DP: TERMS}
 
 
 def test_a_step_with_prompts_runs_by_sequence_above_its_tokens() -> None:
-    terms = TERMS._replace(sp=replace(PACE, weights=3 * STEP), above=512.0)
-    seconds = [terms.prompts(tokens, 0.0, 0.0, 100) for tokens in (512, 513)]
+    terms = TERMS._replace(sp=replace(PACE, weights=3 * STEP), sp_above=512.0)
+    seconds = [terms.prompt_step(tokens, 0.0, 0.0, 100) for tokens in (512, 513)]
     assert seconds == [STEP, 3 * STEP]
     drafting = terms._replace(drafts=3.0)
-    seconds = [drafting.prompts(tokens, 0.0, 0.0, 100) for tokens in (212, 213)]
+    seconds = [drafting.prompt_step(tokens, 0.0, 0.0, 100) for tokens in (212, 213)]
     assert seconds == [STEP, 3 * STEP], "each decode computes four tokens"
 
 
@@ -151,7 +151,7 @@ def test_beside_decodes_a_step_computes_as_much_of_prompts_as_the_node_does(
     mixed: int, steps: int
 ) -> None:
     """A request that decodes gets a token in each of these steps."""
-    terms = {DP: TERMS._replace(chunk=8192 + 1, mixed=mixed)}
+    terms = {DP: TERMS._replace(chunk=8192 + 1, mixed_chunk=mixed)}
     one = shadow(Job(0.0, 10, 10, 1000))
     one.advance(STEP, terms)
     one.put(Job(0.0, 8192, 8192, 1000), terms)
@@ -162,7 +162,7 @@ def test_beside_decodes_a_step_computes_as_much_of_prompts_as_the_node_does(
 
 
 def test_where_nothing_decodes_it_computes_a_whole_step() -> None:
-    terms = {DP: TERMS._replace(mixed=16)}
+    terms = {DP: TERMS._replace(mixed_chunk=16)}
     one = shadow(Job(0.0, 8192, 8192, 10))
     one.advance(STEP / 2, terms)
     assert (one.queues[0].steps, one.queues[0].waiting) == (1, [])
@@ -174,7 +174,7 @@ def test_requests_for_which_there_is_no_room_wait_for_their_turn(short: str) -> 
     one = Shadow([Queue(DP, 0.0)])
     for _ in range(8):
         one.queues[0].add_decode(Decode(50, 0.0, 150))
-    narrow = TERMS._replace(seats=4) if short == "seats" else TERMS._replace(tokens=500)
+    narrow = TERMS._replace(seats=4) if short == "seats" else TERMS._replace(kv_tokens=500)
     wide, late = one.final_cost(ALL), one.final_cost({DP: narrow})
     assert wide == pytest.approx(8 * 50 * STEP)
     assert late == pytest.approx(2 * wide, rel=0.1)

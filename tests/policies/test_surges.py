@@ -8,8 +8,8 @@ from shoal.policies import surges
 from shoal.policies.hindsight import LATEST_SECONDS, Hindsight
 from shoal.policies.surges import (
     ALIKE,
-    BEFORE,
     KEPT,
+    LEAST_BEFORE,
     LEAST_LEFT,
     LONGEST_SECONDS,
     UNKNOWN_LENGTHS,
@@ -63,7 +63,7 @@ def test_two_clumps_that_one_window_holds_are_no_surge() -> None:
 
 
 def test_where_nobody_knows_what_is_usual_nothing_is_a_surge() -> None:
-    few = rate(BEFORE / LATEST_SECONDS, LATEST_SECONDS)
+    few = rate(LEAST_BEFORE / LATEST_SECONDS, LATEST_SECONDS)
     assert surging(after(few, 0.2, 140))
     assert not surging(after(few[1:], 0.2, 140))
     assert not surging(seen())
@@ -85,7 +85,7 @@ def test_the_end_of_a_surge_is_noticed_within_a_second(seconds: float, per_secon
 def test_a_surge_among_clumps_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each request says little, the end is seen only in a longer time without any."""
     came = seen(*rate(16, 1.5, NOW - 3.5))
-    there = Surges(NOW - 5.0, usual=1.0, count=24, clumps=2.5)
+    there = Surges(NOW - 5.0, usual_rate=1.0, count=24, clumps=2.5)
     over = there.at(came, 0)
     assert over.began is None
     assert over.lengths == (pytest.approx(5.0 - 3.2),)
@@ -129,7 +129,7 @@ def test_a_young_surge_is_looked_at_more_often() -> None:
 
 def test_a_moment_with_few_requests_is_no_end() -> None:
     """Of nine that usually come in that time one comes: in a surge of seconds that happens."""
-    there = Surges(NOW - 1.0, usual=10.0, count=91)
+    there = Surges(NOW - 1.0, usual_rate=10.0, count=91)
     after_a_gap = seen(*rate(100, 0.9, NOW - 0.1), NOW - 0.05)
     assert there.at(after_a_gap, 0).began == there.began
     assert there.at(seen(*rate(100, 0.8, NOW - 0.2)), 0).began is None, "two such moments are one"
