@@ -159,7 +159,7 @@ def _by_hindsight(
 
 
 def _slowdown(snapshot: Snapshot) -> float:
-    """Return how many times as long as usual all intervals are."""
+    """Return how many times as long as usual all intervals are, because there are many requests."""
     return max(1.0, snapshot.requests / MANY_REQUESTS)
 
 
@@ -192,7 +192,7 @@ class _Books:
         return near
 
     def _may_leave_for(self, candidate: Partition) -> bool:
-        """Return whether a surge suffices for this one."""
+        """Return whether a surge suffices as a reason to look ahead to this one."""
         return candidate in self.surge and self.accounts[candidate].has_room
 
 
@@ -301,11 +301,17 @@ def _first_partition(snapshot: Snapshot, model: StepPredictor) -> Partition | No
 
 
 def _preference(snapshot: Snapshot) -> Preference:
-    """Send the most urgent class to the widest units and all others elsewhere, if units differ."""
+    """Return which units requests prefer: the most urgent class the widest, all others the others.
+
+    With targets, that class has the first one's requests, if there are several; without targets it
+    has the urgent requests, while such come.
+    """
+    bound = None
     if snapshot.targets:
-        bound = snapshot.targets[0].priority if len(snapshot.targets) > 1 else None
-    else:
-        bound = NORMAL_PRIORITY - 1 if snapshot.since_urgent <= LINGER_SECONDS else None
+        if len(snapshot.targets) > 1:
+            bound = snapshot.targets[0].priority
+    elif snapshot.since_urgent <= LINGER_SECONDS:
+        bound = NORMAL_PRIORITY - 1
 
     def prefer(request: PoolRequest) -> int:
         if bound is None:
@@ -323,7 +329,8 @@ def _usable_lane(snapshot: Snapshot, needed: int) -> Unit | None:
     return lane
 
 
-def _reason(snapshot: Snapshot, target: Partition, lane: Unit | None = None) -> SwitchReason:
+def _reason(snapshot: Snapshot, target: Partition, lane: Unit | None) -> SwitchReason:
+    """Return why the node changes to a partition, for people."""
     if len({unit.size for unit in target}) > 1 or lane in target:
         return "urgent"
     if snapshot.targets:
@@ -332,7 +339,10 @@ def _reason(snapshot: Snapshot, target: Partition, lane: Unit | None = None) -> 
 
 
 def _size_for_all(snapshot: Snapshot) -> int:
-    """Return the size of the smallest unit that holds every request; 1 if none does."""
+    """Return the size of the smallest unit that holds every request.
+
+    It is 1 if none does: requests that no unit holds are refused.
+    """
     running = max((unit.longest_tokens for unit in snapshot.units), default=0)
     for state in snapshot.layouts:
         if running <= state.longest and all(map(state.can_hold, snapshot.pool)):

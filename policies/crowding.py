@@ -55,7 +55,7 @@ class Crowding:
         few, many = Batch(1, context), Batch(1 + _TRIED, (1 + _TRIED) * context)
         self._load = load
         self._step = model.step_seconds(layout, few)
-        self._each = max(0.0, model.step_seconds(layout, many) - self._step) / _TRIED
+        self._each_request = max(0.0, model.step_seconds(layout, many) - self._step) / _TRIED
         self._prompt = model.step_seconds(layout, Batch(0, 0, prompt, prompt // 2), mode)
 
     def ttft(self, units: int) -> float:
@@ -66,20 +66,21 @@ class Crowding:
     def _queue(self, units: int) -> float:
         """Return the mean seconds for which a prompt waits for others.
 
-        They are about those of M/D/c (Sakasegawa's formula for M/M/c, halved).
+        They are about those of M/D/c: those of M/M/c (Sakasegawa, "An approximation formula",
+        1977), halved.
         """
-        share = self._share(units)
-        waits = math.pow(share, math.sqrt(2 * (units + 1)) - 1) / (units * (1 - share))
+        busy = self._utilisation(units)
+        waits = math.pow(busy, math.sqrt(2 * (units + 1)) - 1) / (units * (1 - busy))
         return self._prompt * waits / 2
 
-    def _share(self, units: int) -> float:
-        """Return the share of a unit's time that prompts need."""
+    def _utilisation(self, units: int) -> float:
+        """Return the utilisation of a unit by prompts: the share of its time that they need."""
         return min(MOST_PROMPTS, self._load.rate * self._prompt / units)
 
     def tpot(self, units: int) -> float:
         """Return the mean seconds between two of a request's tokens."""
-        step = self._step + self._each * self._load.running / units
-        return step / (1 - self._share(units))
+        step = self._step + self._each_request * self._load.running / units
+        return step / (1 - self._utilisation(units))
 
 
 def _poisson_below(limit: int, mean: float) -> float:

@@ -7,6 +7,7 @@ node begins in the layout whose largest ratio is smallest.
 """
 
 from collections.abc import Iterator
+from itertools import product
 from math import log1p
 
 from shoal.policies.jobs import Job
@@ -22,29 +23,35 @@ RATES = (1.0, 4.0, 16.0, 64.0)
 REQUESTS = 32
 """So many of each traffic."""
 SPREADS = (0.6180339887498949, 0.7548776662466927, 0.5698402909980532)
-"""Multiples of them, modulo 1, are spread evenly: for times, prompts and outputs."""
+"""Multiples of them, modulo 1, are spread evenly: for times, prompts and outputs. They are 1 over
+the golden ratio, and 1 over the plastic ratio and over its square (the R2 sequence)."""
 
 
 def first_layout(snapshot: Snapshot, model: StepPredictor) -> Layout:
     """Return the layout of all units with which the node should begin."""
-    layouts = [
-        one for one in layouts_up_to(snapshot.max_group) if one.world_size <= snapshot.engines
-    ]
+    engines = snapshot.engines
+    layouts = [one for one in layouts_up_to(snapshot.max_group) if one.world_size <= engines]
     terms, worst = terms_of(snapshot, model, layouts), dict.fromkeys(layouts, 0.0)
-    for prompt, output in LENGTHS:
-        for rate in RATES:
-            spent = {
-                one: _spent(one, snapshot.engines, prompt, output, rate, terms) for one in layouts
-            }
-            least = min(spent.values())
-            worst = {one: max(worst[one], spent[one] / least) for one in layouts}
+    for (prompt, output), rate in product(LENGTHS, RATES):
+        costs = {one: _cost(one, engines, prompt, output, rate, terms) for one in layouts}
+        least = min(costs.values())
+        worst = {one: max(worst[one], costs[one] / least) for one in layouts}
     return min(layouts, key=worst.__getitem__)
 
 
-def _spent(
+def _cost(
     layout: Layout, engines: int, prompt: float, output: float, rate: float, terms: TermsOf
 ) -> float:
-    """Return the seconds that the requests of one traffic take together."""
+    """Return the seconds that the requests of one traffic take together in a layout.
+
+    Args:
+        layout: the layout of all units.
+        engines: engines of the node.
+        prompt: tokens of the mean prompt.
+        output: tokens of the mean output.
+        rate: requests per second.
+        terms: what units can do.
+    """
     shadow = Shadow([Queue(layout, 0.0) for _ in range(engines // layout.world_size)])
     for job in _made_up(prompt, output, rate):
         shadow.advance(job.start, terms)

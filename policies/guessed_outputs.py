@@ -26,7 +26,7 @@ DEVIATIONS = 3.0
 """By so many standard deviations the mean output of prompts of one length must differ from that of
 all. Otherwise the difference may be chance."""
 GOLDEN = 0.6180339887498949
-"""Multiples of it, modulo 1, are spread evenly, however many there are."""
+"""1 over the golden ratio. Multiples of it, modulo 1, are spread evenly, however many there are."""
 
 
 def uncensored(snapshot: Snapshot, running: Iterable[tuple[int, int]]) -> Snapshot:

@@ -22,6 +22,7 @@ class Promise(NamedTuple):
     """What a request was promised, in seconds."""
 
     ttft: float
+    """Time to the first token."""
     tpot: float
     """Time per output token."""
     worth: float
@@ -53,6 +54,8 @@ USUAL, URGENT = Kind(), Kind(is_urgent=True)
 def kind_of(priority: int, targets: Sequence[Target], output: float) -> Kind:
     """Return what kind of request one of this priority is: urgent if below normal priority.
 
+    It has the promise of the first target that is no more urgent, or else that of the last.
+
     Args:
         priority: the request's.
         targets: the most urgent one first.
@@ -61,9 +64,9 @@ def kind_of(priority: int, targets: Sequence[Target], output: float) -> Kind:
     is_urgent = priority < NORMAL_PRIORITY
     if not targets:
         return URGENT if is_urgent else USUAL
-    found = next((one for one in targets if priority <= one.priority), targets[-1])
-    worth = BROKEN * (found.ttft_seconds + output * found.tpot_seconds)
-    promise = Promise(found.ttft_seconds, found.tpot_seconds, worth)
+    target = next((one for one in targets if priority <= one.priority), targets[-1])
+    worth = BROKEN * (target.ttft_seconds + output * target.tpot_seconds)
+    promise = Promise(target.ttft_seconds, target.tpot_seconds, worth)
     return Kind(promise, is_urgent)
 
 
@@ -128,7 +131,7 @@ class Decode(NamedTuple):
         return at - self.start + promise.lost(self.ttft, tpot)
 
     def later(self, seconds: float) -> "Decode":
-        """Return it as if it had not been there for so long."""
+        """Return it as if it had come, and had its first token, so many seconds later."""
         return self._replace(start=self.start + seconds, first=self.first + seconds)
 
 

@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from shoal.policies.lane import lane_of
 from shoal.policies.switch_costs import LEAST_ROOM, SWITCH_SECONDS
@@ -37,6 +38,7 @@ class Rebalance:
     source: Unit
     destination: Unit
     requests: int
+    """How many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Side:
     """One unit's requests, as far as they decide what a move brings."""
 
     running: int
+    """Requests in the unit's batch."""
     waiting: int
     """Requests that are in no batch; they have been preempted, if the unit's batch has seats."""
     tokens: float
@@ -73,16 +76,18 @@ def rebalance(snapshot: Snapshot) -> Rebalance | None:
     model = snapshot.cost_model
     if model is None:
         return None
-    options = _rooms if snapshot.waiting else _options
+    moves = _moves_for_room if snapshot.waiting else _moves_for_balance
     found = [
-        option
+        move
         for layout, units in _by_layout(snapshot).items()
-        for option in options(snapshot, model, layout, units)
+        for move in moves(snapshot, model, layout, units)
     ]
-    return max(found, key=lambda option: option[0], default=(0.0, None))[1]
+    _, best = max(found, key=itemgetter(0), default=(0.0, None))
+    return best
 
 
 def _by_layout(snapshot: Snapshot) -> dict[Layout, list[UnitState]]:
+    """Return the units between which requests may move. Nobody else's go to the lane or from it."""
     units = defaultdict[Layout, list[UnitState]](list)
     lane = lane_of(snapshot)
     for unit in snapshot.units:
@@ -91,39 +96,44 @@ def _by_layout(snapshot: Snapshot) -> dict[Layout, list[UnitState]]:
     return units
 
 
-def _options(
+def _moves_for_balance(
     snapshot: Snapshot, model: StepPredictor, layout: Layout, units: Sequence[UnitState]
 ) -> Iterator[tuple[float, Rebalance]]:
-    """Yield what the most loaded unit may give the least loaded one, each with what it gains."""
+    """Yield what the most loaded unit may give the least loaded one, and what each move gains.
+
+    Gains are in seconds of requests.
+    """
     source = max(units, key=lambda unit: (unit.requests, unit.unit))
     target = min(units, key=lambda unit: (unit.requests, unit.unit))
     if source.requests - target.requests < 2 or target.waiting or not source.running:
         return
-    here, there = side_of(source), side_of(target)
+    giver, taker = side_of(source), side_of(target)
     left = tokens_left(snapshot, source)
-    before = [_rate(model, layout, side) for side in (here, there)]
+    before = [_token_cost(model, layout, side) for side in (giver, taker)]
     even = -(-sum(unit.requests for unit in units) // len(units))
     most = min(MOST_AT_ONCE, even - target.requests, target.free_slots)
     for count in range(1, most + 1):
-        if not _has_room(target, here, count):
+        if not _has_room(target, giver, count):
             return
         after = [
-            _rate(model, layout, side)
-            for side in (here.without(count), there.joined(count, here.tokens))
+            _token_cost(model, layout, side)
+            for side in (giver.without(count), taker.joined(count, giver.tokens))
         ]
         gain = left * (sum(before) - sum(after))
         if gain > max(
-            MARGIN * _price(model, layout, here, there, count), LEAST_SHARE * left * sum(before)
+            MARGIN * _move_cost(model, layout, giver, taker, count),
+            LEAST_SHARE * left * sum(before),
         ):
             yield gain, Rebalance(source.unit, target.unit, count)
 
 
-def _rooms(
+def _moves_for_room(
     snapshot: Snapshot, model: StepPredictor, layout: Layout, units: Sequence[UnitState]
 ) -> Iterator[tuple[float, Rebalance]]:
     """Yield the move after which a unit has room for the pool's first request, and what it gains.
 
-    All that a move gains is the time for which this request would wait for others to end.
+    All that a move gains, in seconds of requests, is the time for which this request would wait for
+    others to end.
     """
     if not snapshot.pool:
         return
@@ -132,19 +142,19 @@ def _rooms(
     if not able or any(unit.blocks_for(first) <= unit.free_blocks for unit in able):
         return
     source = max(able, key=lambda unit: (unit.free_blocks, unit.unit))
-    here = side_of(source)
-    of_each = here.tokens // source.block_tokens
+    giver = side_of(source)
+    of_each = giver.tokens // source.block_tokens
     if not source.running or not of_each:
         return
     count = math.ceil((source.blocks_for(first) - source.free_blocks) / of_each)
     others = [unit for unit in units if unit.unit != source.unit and not unit.waiting]
-    takers = [u for u in others if u.free_slots >= count and _has_room(u, here, count)]
+    takers = [u for u in others if u.free_slots >= count and _has_room(u, giver, count)]
     if count > min(MOST_AT_ONCE, source.running) or not takers:
         return
     target = max(takers, key=lambda unit: (unit.free_blocks, unit.unit))
-    step = model.step_seconds(layout, Batch(here.running, round(here.running * here.tokens)))
+    step = model.step_seconds(layout, Batch(giver.running, round(giver.running * giver.tokens)))
     gain = tokens_left(snapshot, source) * step * count / source.running
-    if gain > MARGIN * _price(model, layout, here, side_of(target), count):
+    if gain > MARGIN * _move_cost(model, layout, giver, side_of(target), count):
         yield gain, Rebalance(source.unit, target.unit, count)
 
 
@@ -169,7 +179,7 @@ def tokens_left(snapshot: Snapshot, unit: UnitState) -> float:
     return max(snapshot.output_tokens / 2, side.tokens - context)
 
 
-def _rate(model: StepPredictor, layout: Layout, side: Side) -> float:
+def _token_cost(model: StepPredictor, layout: Layout, side: Side) -> float:
     """Return the seconds that a unit's requests together spend for a token of each.
 
     A request that waits gets its tokens when one that runs has had all of its own.
@@ -180,24 +190,24 @@ def _rate(model: StepPredictor, layout: Layout, side: Side) -> float:
     return model.step_seconds(layout, batch) * (side.running + 2 * side.waiting)
 
 
-def _price(model: StepPredictor, layout: Layout, here: Side, there: Side, count: int) -> float:
+def _move_cost(model: StepPredictor, layout: Layout, giver: Side, taker: Side, count: int) -> float:
     """Return the seconds that all requests together lose by a move.
 
     Those that run stop for a step and the copy, for which the other unit waits, too. Those that
     wait are computed there, as they would be here.
     """
-    idle = min(count, here.waiting)
+    idle = min(count, giver.waiting)
     stopped = count - idle
-    copy = model.carry_seconds(stopped * here.tokens, layout.world_size)
-    step = model.step_seconds(layout, Batch(here.running, round(here.running * here.tokens)))
-    price = stopped * (SWITCH_SECONDS + step + copy) + there.running * copy
-    if idle and here.prompt:
-        prompts = Batch(0, 0, round(idle * here.prompt), round(here.prompt / 2))
-        price += (there.running + idle) * model.step_seconds(layout, prompts)
-    return price
+    copy = model.carry_seconds(stopped * giver.tokens, layout.world_size)
+    step = model.step_seconds(layout, Batch(giver.running, round(giver.running * giver.tokens)))
+    cost = stopped * (SWITCH_SECONDS + step + copy) + taker.running * copy
+    if idle and giver.prompt:
+        prompts = Batch(0, 0, round(idle * giver.prompt), round(giver.prompt / 2))
+        cost += (taker.running + idle) * model.step_seconds(layout, prompts)
+    return cost
 
 
-def _has_room(target: UnitState, here: Side, count: int) -> bool:
+def _has_room(target: UnitState, giver: Side, count: int) -> bool:
     """Return whether a unit has blocks for more requests, and some to let all of them grow."""
-    needed = count * (-(-max(here.tokens, here.prompt) // target.block_tokens) + 1)
+    needed = count * (-(-max(giver.tokens, giver.prompt) // target.block_tokens) + 1)
     return target.free_blocks - needed >= LEAST_ROOM * target.total_blocks

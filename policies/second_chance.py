@@ -20,11 +20,13 @@ from shoal.policies.values.pace import Pace
 REQUEST_SECONDS = 5.0
 """Time constant of the doubt, for each request on the node."""
 LEAST_SECONDS = 15.0
+"""It is at least so long."""
 BACK_SECONDS = 15.0
 """A switch that is taken back within this time was in vain."""
 VAIN = 2.0
 """By what the time constant is multiplied then."""
 MOST_VAIN = 32.0
+"""By what it is multiplied at most."""
 VAIN_SECONDS = 300.0
 """Time constant with which this is forgotten."""
 SHORT_STEP, STEP_WITH_PROMPTS = 1, 512
@@ -36,6 +38,7 @@ class Chances:
     """When the node last had each layout, and how patient it is."""
 
     had: tuple[tuple[Layout, float], ...] = ()
+    """When each layout was last there, or first known, seconds."""
     patience: float = 1.0
     """Factor of the time constant."""
 

@@ -84,7 +84,7 @@ def patience(own: float) -> float:
     return min(PATIENCE * own, MOST_PATIENCE)
 
 
-class _Share(NamedTuple):
+class _UnitPart(NamedTuple):
     """The part of a cost that depends on the unit, and not on the request."""
 
     taken: int
@@ -114,18 +114,19 @@ class UnitCosts:
         self._snapshot = snapshot
         self._prices: dict[Layout, Prices] = {}
         self._queued: dict[int, PromptWork] = {}
-        self._shares: dict[int, _Share] = {}
-        """Both by the unit's leader."""
+        """What each unit had to compute of prompts before the plan, by its leader."""
+        self._parts: dict[int, _UnitPart] = {}
+        """By the unit's leader."""
 
     def __call__(self, request: PoolRequest, room: Room) -> Start:
         """Return what the unit makes of a request, by which units can be compared."""
-        share = self._shares.get(room.unit.unit.leader)
-        if share is None or share.taken != room.taken:
-            share = self._shares[room.unit.unit.leader] = self._share_of(room)
-        own = share.prices.seconds(room.work(request))
-        lost = (1 + share.others) * own
-        cost = share.wait + share.own_reads + lost + share.others_read * request.prompt_tokens
-        return Start(share.wait + own, cost)
+        part = self._parts.get(room.unit.unit.leader)
+        if part is None or part.taken != room.taken:
+            part = self._parts[room.unit.unit.leader] = self._part_of(room)
+        own = part.prices.seconds(room.work(request))
+        lost = (1 + part.others) * own
+        cost = part.wait + part.own_reads + lost + part.others_read * request.prompt_tokens
+        return Start(part.wait + own, cost)
 
     def patience(self, request: PoolRequest, room: Room) -> float:
         """Return how long a request lets shorter ones pass in a unit, seconds (``patience``).
@@ -143,15 +144,12 @@ class UnitCosts:
         Without a cost model times are not in seconds, and no first token is too late.
         """
         starts = {room.unit.unit: self(request, room) for room in rooms}
-        timed = starts and self._snapshot.cost_model is not None
-        bound = (
-            latest_first_token(min(start.first_token for start in starts.values()))
-            if timed
-            else inf
-        )
+        bound = inf
+        if starts and self._snapshot.cost_model is not None:
+            bound = latest_first_token(min(start.first_token for start in starts.values()))
         return {unit: (start.first_token > bound, start.cost) for unit, start in starts.items()}
 
-    def _share_of(self, room: Room) -> _Share:
+    def _part_of(self, room: Room) -> _UnitPart:
         unit, output = room.unit, self._snapshot.output_tokens
         prices = self._prices_of(room)
         if unit.unit.leader not in self._queued:
@@ -163,7 +161,7 @@ class UnitCosts:
         own_reads = output * (unit.context_tokens + room.context) * prices.read
         # On average, half of the others' outputs are still to come.
         others_read = others * output / 2 * prices.read
-        return _Share(room.taken, prices, wait, own_reads, others, others_read)
+        return _UnitPart(room.taken, prices, wait, own_reads, others, others_read)
 
     def _prices_of(self, room: Room) -> Prices:
         layout = room.unit.unit.layout

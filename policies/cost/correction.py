@@ -170,19 +170,21 @@ def _line(alike: Sequence[Alike], now: int, trust: float) -> tuple[float, float]
         now: how many steps were measured.
         trust: by what the proportional part of the error is multiplied, at most 1.
     """
-    ones = long = longer = off = both = 0.0
+    # Weighted least squares of y = slope + offset * x, in relative terms: x is 1 / roofline, and y
+    # is what the roofline has missed as a part of it.
+    sum_w = sum_wx = sum_wxx = sum_wy = sum_wxy = 0.0
     for one in alike:
-        weight, inverse, missed = one.weight(now), 1 / one.roofline, one.missed / one.roofline
-        ones += weight
-        long += weight * inverse
-        longer += weight * inverse * inverse
-        off += weight * missed
-        both += weight * missed * inverse
-    spread = ones - long * long / longer
+        weight, x, y = one.weight(now), 1 / one.roofline, one.missed / one.roofline
+        sum_w += weight
+        sum_wx += weight * x
+        sum_wxx += weight * x * x
+        sum_wy += weight * y
+        sum_wxy += weight * y * x
+    spread = sum_w - sum_wx * sum_wx / sum_wxx
     # A step of more work takes no less time, whatever a few measurements say.
-    steep = (off - long * both / longer) / max(spread, ones * SPREAD**2)
+    steep = (sum_wy - sum_wx * sum_wxy / sum_wxx) / max(spread, sum_w * SPREAD**2)
     slope = trust * max(-1.0, steep)
-    return 1 + slope, (both - slope * long) / longer
+    return 1 + slope, (sum_wxy - slope * sum_wx) / sum_wxx
 
 
 def _bounded(seconds: float, roofline: float) -> float:

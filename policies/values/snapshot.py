@@ -72,7 +72,9 @@ class UnitState:
     total_blocks: int
     """KV blocks that one request could ever get in this unit."""
     block_tokens: int
+    """Tokens of a block."""
     max_model_len: int
+    """Most tokens of a request, its prompt and its output together."""
     running: int = 0
     """Requests in its batch at the last report."""
     waiting: int = 0
@@ -125,7 +127,9 @@ class TierState:
     tokens: tuple[int, ...]
     """Of each request that is there, oldest first, the tokens that have KV."""
     free_blocks: int
+    """KV blocks that requests could still get."""
     total_blocks: int
+    """KV blocks of the tier."""
     block_tokens: int
     """Tokens of a block, as of a unit of one engine."""
 
@@ -141,9 +145,13 @@ class LayoutState:
 
     layout: Layout
     slots: int
+    """Requests that it decodes at once."""
     total_blocks: int
+    """KV blocks that one request could ever get."""
     block_tokens: int
+    """Tokens of a block."""
     max_model_len: int
+    """Most tokens of a request, its prompt and its output together."""
     group_limits: tuple[int, ...] = ONE_GROUP
     """For each KV group of the model's layers the most blocks that a request takes of it; 0: as
     many as its tokens need (``kv_need.blocks_for``)."""
@@ -231,7 +239,7 @@ class Target:
 
     priority: int
     """The class has requests of this priority, and more urgent ones that no earlier target covers.
-    """
+    That of the last target also has all that are less urgent."""
     ttft_seconds: float
     tpot_seconds: float
 
@@ -249,7 +257,9 @@ class Snapshot:
     now: float
     """Monotonic seconds."""
     engines: int
+    """Engines of the node, dead ones included."""
     max_group: int
+    """Engines of the largest group that it forms."""
     dead: frozenset[int]
     """Engines with which no group can be formed."""
     partition: Partition

@@ -37,7 +37,7 @@ def test_the_worst_case_decides_and_not_the_mean(monkeypatch: pytest.MonkeyPatch
         crowd = rate == RATES[-1] and prompt == LENGTHS[-1][0]
         return {pairs: 1.5, group: worst[0] if crowd else 1.0}.get(layout, 1.0 if crowd else 3.0)
 
-    monkeypatch.setattr(module, "_spent", spent)
+    monkeypatch.setattr(module, "_cost", spent)
     assert first_layout(IDLE, MODEL) == pairs
     worst[0] = 1.4
     assert first_layout(IDLE, MODEL) == group
