@@ -207,11 +207,7 @@ def _balanced(snapshot: Snapshot, costs: SwitchCosts, memory: Memory) -> _Books:
     past = dict(memory.past_regrets)
     regrets = {c: past.get(c, 0.0) + savings.get(c, 0.0) for c in (*savings, here)}
     memory = _with_losers_restarted(memory, savings, prices, regrets)
-    surge: Collection[Partition] = ()
-    if memory.surges.lasting(snapshot.now):
-        has_outputs = len(snapshot.outputs) >= OUTPUTS_KEPT
-        is_foreseeable = memory.surges.follows_traffic and has_outputs
-        surge = surge_candidates(here, savings, prices, is_foreseeable=is_foreseeable)
+    surge = _surge_candidates(snapshot, memory, savings, prices)
     # What was lost before a surge says nothing of it.
     savings |= {c: max(0.0, savings[c]) for c in surge}
     excursions = min(memory.excursions.cost(here, regrets[here]), stake * FINE_SECONDS * usual)
@@ -223,6 +219,23 @@ def _balanced(snapshot: Snapshot, costs: SwitchCosts, memory: Memory) -> _Books:
         has_room = costs.has_room(candidate)
         accounts[candidate] = Account(saved, prices[candidate], fine, has_room, surplus)
     return _Books(memory, accounts, regrets, surge)
+
+
+def _surge_candidates(
+    snapshot: Snapshot,
+    memory: Memory,
+    savings: Mapping[Partition, float],
+    prices: Mapping[Partition, float],
+) -> Collection[Partition]:
+    """Return the candidates for which a surge suffices as a reason to look ahead.
+
+    The last two arguments are those of ``_with_losers_restarted``.
+    """
+    if not memory.surges.lasting(snapshot.now):
+        return ()
+    has_outputs = len(snapshot.outputs) >= OUTPUTS_KEPT
+    is_foreseeable = memory.surges.follows_traffic and has_outputs
+    return surge_candidates(snapshot.partition, savings, prices, is_foreseeable=is_foreseeable)
 
 
 def _with_losers_restarted(

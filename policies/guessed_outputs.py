@@ -5,15 +5,15 @@ sends long prompts often wants short answers, or the other way round. So they ar
 outputs of prompts that were about as long, if these differ and as far as enough of them have ended.
 
 While a node fills up, what has ended is mostly short: the long outputs that began as early still
-run. So these count, too, as being at least as long as they are now (``uncensored``).
+run. So these count, too, as being at least as long as they are now (``Outputs.with_running``).
 """
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import log, log1p, sqrt
+from typing import NamedTuple
 
 from shoal.policies.values.snapshot import ALIKE_KEPT, OUTPUTS_KEPT, Snapshot
 
@@ -29,36 +29,111 @@ GOLDEN = 0.6180339887498949
 """1 over the golden ratio. Multiples of it, modulo 1, are spread evenly, however many there are."""
 
 
-def uncensored(snapshot: Snapshot, running: Iterable[tuple[int, int]]) -> Snapshot:
-    """Return a snapshot in whose lengths of outputs those count, too, that still run.
+class Outputs(NamedTuple):
+    """What is known of the lengths of outputs, in tokens."""
 
-    This needs all outputs since some moment, ended ones and running ones. So where earlier outputs
-    have been forgotten, lengths stay as they are: the others are then taken to be the usual ones.
+    mean: float
+    """The mean length."""
+    latest: tuple[int, ...]
+    """Lengths of the latest outputs, ascending; at most ``OUTPUTS_KEPT``."""
+    by_prompt: tuple[tuple[int, ...], ...]
+    """The same by the lengths of prompts (``Snapshot.outputs_by_prompt``)."""
 
-    Args:
-        snapshot: the node.
-        running: for each request that runs the tokens of its prompt and of its output so far.
-    """
-    alike = defaultdict[int, list[int]](list)
-    for prompt, tokens in running:
-        alike[prompt.bit_length()].append(tokens)
-    known = snapshot.outputs
-    by_prompt = tuple(
-        _with_running(ended, sorted(alike[k])) if len(ended) < ALIKE_KEPT else ended
-        for k, ended in enumerate(snapshot.outputs_by_prompt)
-    )
-    if len(known) >= OUTPUTS_KEPT:
-        return replace(snapshot, outputs_by_prompt=by_prompt)
-    every = sorted(tokens for some in alike.values() for tokens in some)
-    # If outputs end at random times, this is their likeliest mean. That one more has ended is
-    # assumed so that there is a mean at all.
-    mean = (sum(known) + sum(every)) / (len(known) + 1)
-    return replace(
-        snapshot,
-        output_tokens=max(snapshot.output_tokens, mean),
-        outputs=_with_running(known, every),
-        outputs_by_prompt=by_prompt,
-    )
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> "Outputs":
+        """Return what is known from the outputs that have ended."""
+        return cls(snapshot.output_tokens, snapshot.outputs, snapshot.outputs_by_prompt)
+
+    def with_running(self, running: Iterable[tuple[int, int]]) -> "Outputs":
+        """Return the lengths when those outputs count, too, that still run.
+
+        This needs all outputs since some moment, ended ones and running ones. So where earlier
+        outputs have been forgotten, lengths stay as they are: the others are then taken to be the
+        usual ones.
+
+        Args:
+            running: for each request that runs the tokens of its prompt and of its output so far.
+        """
+        alike = defaultdict[int, list[int]](list)
+        for prompt, tokens in running:
+            alike[prompt.bit_length()].append(tokens)
+        by_prompt = tuple(
+            _with_running(ended, sorted(alike[k])) if len(ended) < ALIKE_KEPT else ended
+            for k, ended in enumerate(self.by_prompt)
+        )
+        if len(self.latest) >= OUTPUTS_KEPT:
+            return self._replace(by_prompt=by_prompt)
+        every = sorted(tokens for some in alike.values() for tokens in some)
+        # If outputs end at random times, this is their likeliest mean. That one more has ended is
+        # assumed so that there is a mean at all.
+        mean = (sum(self.latest) + sum(every)) / (len(self.latest) + 1)
+        return Outputs(max(self.mean, mean), _with_running(self.latest, every), by_prompt)
+
+    def drawn(self, serial: int, prompt: int) -> int:
+        """Return the tokens that the next request is expected to generate.
+
+        Args:
+            serial: numbers the draws.
+            prompt: tokens of its prompt.
+        """
+        share, alike = serial * GOLDEN % 1, self._alike(prompt)
+        trust = min(1.0, len(alike) / LEAST_OUTPUTS)
+        if share < trust:
+            return max(1, alike[int(share / trust * len(alike))])
+        share = (share - trust) / (1 - trust)
+        if len(self.latest) < LEAST_OUTPUTS:
+            return max(1, self._at_random(share))
+        return max(1, self.latest[int(share * len(self.latest))])
+
+    def longer(self, serial: int, prompt: int, tokens: int) -> int:
+        """Return the tokens that a request is expected to generate which has generated so many.
+
+        Args:
+            serial: numbers the draws.
+            prompt: tokens of its prompt.
+            tokens: what it has generated.
+        """
+        share, alike = serial * GOLDEN % 1, self._alike(prompt)
+        if len(self.latest) < LEAST_OUTPUTS:
+            return tokens + max(1, self._at_random(share))
+        among = alike if len(alike) >= LEAST_OUTPUTS else self.latest
+        longer = among[bisect_right(among, tokens) :]
+        return longer[int(share * len(longer))] if longer else 2 * tokens
+
+    def rest(self, share: float) -> int:
+        """Return the tokens that are left of the output of a running request.
+
+        A running request is more likely a long one, and is seen anywhere in its course.
+
+        Args:
+            share: numbers the running requests, from 0 to 1.
+        """
+        if len(self.latest) < LEAST_OUTPUTS:
+            return max(1, round(share * self.mean))
+        place = share * sum(self.latest)
+        for tokens in self.latest:
+            if place < tokens:
+                return max(1, round(place))
+            place -= tokens
+        return self.latest[-1]
+
+    def _at_random(self, share: float) -> int:
+        """Return the length below which this share of outputs is, if they end at random times."""
+        return round(-self.mean * log1p(-share))
+
+    def _alike(self, prompt: int) -> Sequence[int]:
+        """Return the latest outputs of prompts that were about as long, ascending.
+
+        If their mean is that of all, as far as one sees, the latter say more, because they are
+        more.
+        """
+        k = prompt.bit_length()
+        alike = self.by_prompt[k] if k < len(self.by_prompt) else ()
+        if not alike or not self.latest:
+            return ()
+        mean, variance = _mean_and_variance(self.latest)
+        differs = abs(sum(alike) / len(alike) - mean) > DEVIATIONS * sqrt(variance / len(alike))
+        return alike if differs else ()
 
 
 def _with_running(ended: tuple[int, ...], running: Sequence[int]) -> tuple[int, ...]:
@@ -87,73 +162,8 @@ def _with_running(ended: tuple[int, ...], running: Sequence[int]) -> tuple[int, 
     return tuple(found)
 
 
-def drawn_output(snapshot: Snapshot, serial: int, prompt: int) -> int:
-    """Return the tokens that the next request is expected to generate.
-
-    Args:
-        snapshot: the node.
-        serial: numbers the draws.
-        prompt: tokens of its prompt.
-    """
-    share, alike = serial * GOLDEN % 1, _alike(snapshot, prompt)
-    trust = min(1.0, len(alike) / LEAST_OUTPUTS)
-    if share < trust:
-        return max(1, alike[int(share / trust * len(alike))])
-    known, share = snapshot.outputs, (share - trust) / (1 - trust)
-    if len(known) < LEAST_OUTPUTS:
-        return max(1, round(-snapshot.output_tokens * log1p(-share)))
-    return max(1, known[int(share * len(known))])
-
-
-def longer_output(snapshot: Snapshot, serial: int, prompt: int, tokens: int) -> int:
-    """Return the tokens that a request is expected to generate which has generated so many.
-
-    Args:
-        snapshot: the node.
-        serial: numbers the draws.
-        prompt: tokens of its prompt.
-        tokens: what it has generated.
-    """
-    share, alike, known = serial * GOLDEN % 1, _alike(snapshot, prompt), snapshot.outputs
-    if len(known) < LEAST_OUTPUTS:
-        return tokens + max(1, round(-snapshot.output_tokens * log1p(-share)))
-    among = alike if len(alike) >= LEAST_OUTPUTS else known
-    longer = among[bisect_right(among, tokens) :]
-    return longer[int(share * len(longer))] if longer else 2 * tokens
-
-
-def _alike(snapshot: Snapshot, prompt: int) -> Sequence[int]:
-    """Return the latest outputs of prompts that were about as long, ascending.
-
-    If their mean is that of all, as far as one sees, the latter say more, because they are more.
-    """
-    by_prompt, k, every = snapshot.outputs_by_prompt, prompt.bit_length(), snapshot.outputs
-    alike = by_prompt[k] if k < len(by_prompt) else ()
-    if not alike or not every:
-        return ()
-    mean, variance = _mean_and_variance(every)
-    differs = abs(sum(alike) / len(alike) - mean) > DEVIATIONS * sqrt(variance / len(alike))
-    return alike if differs else ()
-
-
 @lru_cache(maxsize=4)
 def _mean_and_variance(outputs: tuple[int, ...]) -> tuple[float, float]:
     """Return both of the latest outputs. Many draws ask for them before the next output ends."""
     mean = sum(outputs) / len(outputs)
     return mean, sum((tokens - mean) ** 2 for tokens in outputs) / len(outputs)
-
-
-def rest_of_output(snapshot: Snapshot, share: float) -> int:
-    """Return what is left of the output of a running request; ``share`` numbers them from 0 to 1.
-
-    A running request is more likely a long one, and is seen anywhere in its course.
-    """
-    known = snapshot.outputs
-    if len(known) < LEAST_OUTPUTS:
-        return max(1, round(share * snapshot.output_tokens))
-    place = share * sum(known)
-    for tokens in known:
-        if place < tokens:
-            return max(1, round(place))
-        place -= tokens
-    return known[-1]

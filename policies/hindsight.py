@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.policies.guessed_outputs import drawn_output, longer_output, rest_of_output, uncensored
+from shoal.policies.guessed_outputs import Outputs
 from shoal.policies.jobs import Decode, Job, kind_of
 from shoal.policies.shadow import Population, Shadow, Units, shadow_of
 from shoal.policies.terms import TermsOf
@@ -182,14 +182,14 @@ class Hindsight:
         """Return the shadows as they are now, after what has become of requests."""
         shadows = [self.current.copy(), *(trial.shadow.copy() for _, trial in self.trials)]
         current = shadows[0]
-        likely = uncensored(snapshot, _running(current))
+        outputs = Outputs.of(snapshot).with_running(_running(current))
         cached, drawn = dict(news.placed), self.drawn + len(news.arrived)
         arrived = [
             _job_of(
                 snapshot,
                 request,
                 cached.pop(request.request_id, round(snapshot.hit_share * request.prompt_tokens)),
-                drawn_output(likely, serial, request.prompt_tokens),
+                outputs.drawn(serial, request.prompt_tokens),
             )
             for serial, request in enumerate(news.arrived, self.drawn + 1)
         ]
@@ -199,7 +199,7 @@ class Hindsight:
         # The current shadow goes as the node does: what has not ended on the node is longer.
         for key, prompt, tokens in current.guesses():
             drawn += 1
-            longer = longer_output(likely, drawn, prompt, tokens)
+            longer = outputs.longer(drawn, prompt, tokens)
             lengths.append(Length(key, longer, is_known=False))
             for shadow in shadows:
                 shadow.expect(key, longer, self.terms, known=False)
@@ -302,29 +302,37 @@ def population_of(snapshot: Snapshot) -> Population:
     Those that no unit can hold are left out: they will be refused.
     """
     decoding, waiting, drawn = [], [], 0
+    outputs = Outputs.of(snapshot)
     for unit in snapshot.units:
         mean = unit.context_tokens // max(1, unit.requests)
         for k in range(unit.running):
-            left = rest_of_output(snapshot, (k + 0.5) / unit.running)
+            left = outputs.rest((k + 0.5) / unit.running)
             decoding.append(Decode(left, snapshot.now, mean + left))
         for prompt in unit.prompts:
             drawn += 1
-            waiting.append(_waiting_job(snapshot, prompt, drawn))
+            waiting.append(_waiting_job(snapshot.now, prompt, outputs, drawn))
     states = snapshot.layouts
     for request in snapshot.pool:
         if states and not any(state.can_hold(request) for state in states):
             continue
         drawn += 1
-        job = _waiting_job(snapshot, request.prompt_tokens, drawn)
+        job = _waiting_job(snapshot.now, request.prompt_tokens, outputs, drawn)
         kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)
         waiting.append(job._replace(key=request.request_id, kind=kind))
     return Population(decoding, waiting, {})
 
 
-def _waiting_job(snapshot: Snapshot, prompt: int, serial: int) -> Job:
-    """Return a request whose prompt waits, of which only the prompt's tokens are known."""
+def _waiting_job(now: float, prompt: int, outputs: Outputs, serial: int) -> Job:
+    """Return a request whose prompt waits, and of which nothing is computed.
+
+    Args:
+        now: seconds.
+        prompt: tokens of its prompt.
+        outputs: what is known of the lengths of outputs.
+        serial: numbers the draws.
+    """
     tokens = max(1, prompt)
-    return Job(snapshot.now, tokens, tokens, drawn_output(snapshot, serial, tokens))
+    return Job(now, tokens, tokens, outputs.drawn(serial, tokens))
 
 
 def _job_of(snapshot: Snapshot, request: PoolRequest, cached: int, output: int) -> Job:

@@ -107,19 +107,24 @@ class Queue:
             if one.key == key:
                 self._expect_running(k, output or one.output - one.end + self.steps, then, terms)
                 return True
-        end = self.guessed.pop(key, None)
-        if end is None or not output:
-            return end is not None
+        if key not in self.guessed:
+            return False
+        end = self.guessed.pop(key)
+        if output:
+            self._expect_ended(end, output, then, terms)
+        return True
+
+    def _expect_ended(self, end: Guessed, output: int, key: str, terms: Terms) -> None:
+        """Note how many tokens a request will get, or has got, that a guess has ended here."""
         one = end.decode
         more = output - one.output
         if more <= 0:
             self.ended_cost += more * self._token_seconds(terms)
-        else:
-            # It has not been here since its guessed end, so that time does not count.
-            self.ended_cost -= one.cost(end.at)
-            goes_on = one._replace(end=more, tokens=one.tokens + more, output=output, key=then)
-            self.add_decode(goes_on.later(self.clock - end.at))
-        return True
+            return
+        # It has not been here since its guessed end, so that time does not count.
+        self.ended_cost -= one.cost(end.at)
+        goes_on = one._replace(end=more, tokens=one.tokens + more, output=output, key=key)
+        self.add_decode(goes_on.later(self.clock - end.at))
 
     def _expect_running(self, k: int, output: int, key: str, terms: Terms) -> None:
         """Note how many tokens the request at place ``k`` of ``running`` will get, or has got."""
