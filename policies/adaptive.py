@@ -40,13 +40,12 @@ from shoal.policies.surges import Lasting
 from shoal.policies.switch_costs import SwitchCosts
 from shoal.policies.switch_price import (
     FINE_SECONDS,
+    MOST_AHEAD,
     Account,
     fine_of,
     most_surplus_of,
     noise_of,
     price_of,
-    surge_candidates,
-    verdicts_of,
 )
 from shoal.policies.values.layouts import Unit
 from shoal.policies.values.partition import Partition, units_of
@@ -176,8 +175,14 @@ class _Books:
 
     @property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """The accounts for people."""
-        return verdicts_of(self.accounts, self.memory.foreseen)
+        """The accounts for people, with what the latest look ahead said."""
+        foreseen = dict(self.memory.foreseen)
+        return tuple(
+            Verdict(
+                candidate, one.saved, one.price, one.fine, foreseen.get(candidate), one.has_room
+            )
+            for candidate, one in self.accounts.items()
+        )
 
     def near(self, snapshot: Snapshot) -> list[Partition]:
         """Return the candidates for which it is time to look ahead."""
@@ -227,15 +232,20 @@ def _surge_candidates(
     savings: Mapping[Partition, float],
     prices: Mapping[Partition, float],
 ) -> Collection[Partition]:
-    """Return the candidates for which a surge suffices as a reason to look ahead.
+    """Return the narrower candidates for which a surge suffices as a reason to look ahead.
+
+    While few outputs have ended, how long those of the surge will be is a guess. After near silence
+    it is most often a clump of requests. In both cases what a switch would bring is not known, and
+    a candidate must have saved a part of its price, as without a surge.
 
     The last two arguments are those of ``_with_losers_restarted``.
     """
     if not memory.surges.lasting(snapshot.now):
         return ()
     has_outputs = len(snapshot.outputs) >= OUTPUTS_KEPT
-    is_foreseeable = memory.surges.follows_traffic and has_outputs
-    return surge_candidates(snapshot.partition, savings, prices, is_foreseeable=is_foreseeable)
+    is_known = has_outputs and memory.surges.follows_traffic
+    narrower = (c for c in savings if len(c) > len(snapshot.partition))
+    return {c for c in narrower if is_known or savings[c] >= (1 - MOST_AHEAD) * prices[c]}
 
 
 def _with_losers_restarted(

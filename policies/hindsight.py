@@ -24,11 +24,14 @@ LEAST_SPAN_SECONDS = 1.0
 
 
 class News(NamedTuple):
-    """What has become of requests (``Snapshot``)."""
+    """What has become of requests; the fields are those of ``Snapshot``."""
 
     arrived: tuple[PoolRequest, ...] = ()
+    """Requests that have come."""
     placed: tuple[tuple[str, int], ...] = ()
+    """Requests that were sent to units, each with the cached tokens of its prompt."""
     ended: tuple[tuple[str, int], ...] = ()
+    """Requests that have left the node, each with the tokens that it got; 0: unknown."""
 
     def and_of(self, snapshot: Snapshot) -> "News":
         """Return it with what a snapshot tells."""

@@ -8,11 +8,10 @@ however dear the past was.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.policies.values.partition import Partition
-from shoal.policies.values.plan import Verdict
 
 LEAST_SAVED = 0.5
 """A candidate must have saved so many seconds of requests in any case."""
@@ -116,43 +115,3 @@ def fine_of(regrets: Mapping[Partition, float], candidate: Partition, lately: fl
     lost = max(0.0, min(regrets.values()))
     distance = max(0.0, max(regrets.values()) - max(lost, regrets[candidate]))
     return min(lost, VAIN_SECONDS * lately) + min(distance, FINE_SECONDS * lately)
-
-
-def surge_candidates(
-    here: Partition,
-    savings: Mapping[Partition, float],
-    prices: Mapping[Partition, float],
-    *,
-    is_foreseeable: bool,
-) -> set[Partition]:
-    """Return the narrower partitions to which a surge lets the policy look ahead at once.
-
-    While few outputs have ended, how long those of the surge will be is a guess. After near silence
-    it is most often a clump of requests. In both cases what a switch would bring is not known, and
-    a partition must have saved a part of its price, as without a surge.
-
-    Args:
-        here: the present partition.
-        savings: what each candidate has saved.
-        prices: what it must save.
-        is_foreseeable: whether enough outputs have ended, and requests came all the time before the
-            surge.
-    """
-    narrower = (c for c in savings if len(c) > len(here))
-    return {c for c in narrower if is_foreseeable or savings[c] >= (1 - MOST_AHEAD) * prices[c]}
-
-
-def verdicts_of(
-    accounts: Mapping[Partition, Account], foreseen: Iterable[tuple[Partition, float]]
-) -> tuple[Verdict, ...]:
-    """Return the accounts for people.
-
-    Args:
-        accounts: of each candidate.
-        foreseen: what the latest look ahead said of some.
-    """
-    looks = dict(foreseen)
-    return tuple(
-        Verdict(candidate, one.saved, one.price, one.fine, looks.get(candidate), one.has_room)
-        for candidate, one in accounts.items()
-    )
