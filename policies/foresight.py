@@ -94,24 +94,16 @@ class Foresight:
     def gain(self, to: Partition, stop: float) -> float:
         """Return the seconds of requests that a switch now will save.
 
-        It must pay in both futures, and the worse one counts; in a surge the mean one counts. If it
-        pays only for a time, it is taken back after that, for another stop.
+        It must pay in both futures, and the worse one counts. In a surge, the mean over the times
+        counts for which it may go on. If a switch pays only for a time, it is taken back after
+        that, for another stop.
 
         Args:
             to: the partition to which the node would switch.
             stop: seconds for which the switch stops requests.
         """
-        hindsight, caches = self._hindsight, replace(self._caches)
-        # Until the switch stops them, units go on with the steps that they have begun.
-        until = hindsight.current.copy()
-        until.advance(hindsight.at + stop, hindsight.terms)
-        begin = max(queue.clock for queue in until.queues)
-        requests = until.population()
-        # A prompt that has begun is carried. The others wait in the order of their turns.
-        waiting = [job if job.came == -inf else caches.job(job) for job in requests.waiting]
-        moved = requests._replace(waiting=waiting)
-        switched = shadow_of(hindsight.units(to), moved, begin, hindsight.terms)
-        so_far = until.cost_so_far(begin)
+        caches = replace(self._caches)
+        switched, so_far = self._switched(to, stop, caches)
 
         def gain_in(future: Future) -> float:
             stays = self._stays(future)
@@ -124,6 +116,26 @@ class Foresight:
         if self._lasting:
             return sum(share * gain_in(Future(stretch)) for share, stretch in self._lasting)
         return min(map(gain_in, FUTURES))
+
+    def _switched(self, to: Partition, stop: float, caches: EmptyCaches) -> tuple[Shadow, float]:
+        """Return the shadow after a switch, and what requests have cost when it begins, in seconds.
+
+        Args:
+            to: see ``gain``.
+            stop: see ``gain``.
+            caches: what requests find after it; those that wait now are the first that come to it.
+        """
+        hindsight = self._hindsight
+        # Until the switch stops them, units go on with the steps that they have begun.
+        until = hindsight.current.copy()
+        until.advance(hindsight.at + stop, hindsight.terms)
+        begin = max(queue.clock for queue in until.queues)
+        requests = until.population()
+        # A prompt that has begun is carried. The others wait in the order of their turns.
+        waiting = [job if job.came == -inf else caches.job(job) for job in requests.waiting]
+        moved = requests._replace(waiting=waiting)
+        switched = shadow_of(hindsight.units(to), moved, begin, hindsight.terms)
+        return switched, until.cost_so_far(begin)
 
     def _stays(self, future: Future) -> tuple[Outcome, ...]:
         """Return what becomes of the present layout, at each horizon."""
