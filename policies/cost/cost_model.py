@@ -179,13 +179,13 @@ class CostModel:
         """Return whether a step reads weights from other engines."""
         return self.fetch_seconds(layout, mode) > 0
 
-    def hidden_above(self, layout: Layout, mode: Mode = Mode.TP) -> int:
-        """Return from how many tokens on a step computes for longer than it reads from others.
+    def hidden_above(self, layout: Layout) -> int:
+        """Return from how many tokens on a step in TP computes longer than it reads from others.
 
         This is the threshold B_th of SiDP (4.3). The KV of a context, which also takes time, is
         left out. Where nothing is read from others it is 0.
         """
-        pace = self.pace(layout, StepKind.PREFILL, mode)
+        pace = self.pace(layout, StepKind.PREFILL)
         if not pace.fetch:
             return 0
         return bisect_left(range(MOST_TOKENS), True, key=pace.hides)
