@@ -88,7 +88,7 @@ class Memory:
             hindsight = replace(hindsight, terms=terms)
             hindsight, brings = _followed(hindsight, snapshot, self.news)
         if hindsight is None or not hindsight.is_of(here, candidates, lane):
-            hindsight = Hindsight.begun(snapshot, candidates, terms, lane)
+            hindsight = Hindsight.of(snapshot, candidates, terms, lane)
         surges = memory.surges.at(hindsight, len(self.news.arrived))
         memory = replace(memory, hindsight=hindsight, surges=surges, news=News())
         return memory._aged(snapshot, brings)._without_gone_crowd(snapshot.requests)

@@ -135,12 +135,12 @@ class Hindsight:
     """The group that urgent requests have to themselves, where a partition has it."""
 
     @classmethod
-    def begun(
+    def of(
         cls,
         snapshot: Snapshot,
         candidates: Collection[Partition],
         terms: TermsOf,
-        lane: Unit | None = None,
+        lane: Unit | None,
     ) -> "Hindsight":
         """Return shadows that begin with what is on the node now.
 
