@@ -1,5 +1,6 @@
 """Engines whose buffers hold known KV, and what a unit has to find after it has read that KV."""
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -90,6 +91,13 @@ CASES = {
 }
 
 
+@functools.cache
+def _bytes_of(seed: int, count: int) -> torch.Tensor:
+    """Return so many random bytes, which most tests ask for again."""
+    numbers = random.Random(seed)
+    return torch.tensor([numbers.randrange(-128, 128) for _ in range(count)])
+
+
 class Engines:
     """The buffers of a node's engines, and requests whose KV the source unit's members hold."""
 
@@ -148,24 +156,20 @@ class Engines:
         kernel = min(block_tokens, case.kernel_limit)
         nth, within = divmod(token, block_tokens)
         part, within = divmod(within, kernel)
-        page = heads * kernel * case.token_bytes
         block = blocks[engine][0][nth]
         order = (heads, kernel) if case.head_major else (kernel, heads)
-        inside = torch.arange(page).view(*order, case.token_bytes)
-        cell = inside[slot, within] if case.head_major else inside[within, slot]
         shape = (BLOCKS, layers) if case.block_outermost else (layers, BLOCKS)
         layer %= layers
-        pages = self.buffers[engine].view(*shape, block_tokens // kernel, page)
-        chosen = pages[block, layer] if case.block_outermost else pages[layer, block]
-        first = int(cell[0])
-        return chosen[part, first : first + case.token_bytes]
+        rows = self.buffers[engine].view(*shape, block_tokens // kernel, *order, case.token_bytes)
+        row = (slot, within) if case.head_major else (within, slot)
+        chosen = (block, layer) if case.block_outermost else (layer, block)
+        return rows[(*chosen, part, *row)]
 
     def _content(
         self, request: Arrival, layer: int, _engine: int, head: int, _slot: int, token: int
     ) -> torch.Tensor:
         name = int(request.request_id.split()[-1])
-        numbers = random.Random(hash((name, layer, head, token)))
-        return torch.tensor([numbers.randrange(-128, 128) for _ in range(self.case.token_bytes)])
+        return _bytes_of(hash((name, layer, head, token)), self.case.token_bytes)
 
     def expected(self, engine: int) -> torch.Tensor:
         """Return what a member of the target has to have once it has read all."""
