@@ -1,5 +1,6 @@
 """Settings of every test: no network, one thread per model, no clock, the same draws each time."""
 
+import gc
 import itertools
 import os
 from collections.abc import Iterator
@@ -80,6 +81,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_real(item.nodeid):
             item.add_marker(pytest.mark.real)
+
+
+def pytest_collection_finish() -> None:
+    """Have the garbage collector leave alone what was imported and collected.
+
+    It would look at a million objects for seconds wherever a test has it collect, and five times at
+    the end of each process, where pytest looks for errors in what tests have left.
+    """
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
