@@ -24,6 +24,7 @@ from tests.mxfp4_checkpoint import Checkpoints, write_mxfp4
 from tests.runtime.engine import probes
 from tests.runtime.engine.every_layout import (
     ALL,
+    COMPARED,
     TOKENS,
     EveryLayout,
     Tokens,
@@ -92,7 +93,7 @@ class TestMxfp4(EveryLayout):
     def test_experts_of_another_layer_change_the_tokens(self, node: RealNode, share: int) -> None:
         if share > 1:
             damage = probes.read_slots_early
-            found = before_damage_with_it_and_after(node, alone(0), damage, TOKENS)
+            found = before_damage_with_it_and_after(node, alone(0), damage, COMPARED)
             assert found[0] == found[2] != found[1]
 
     def test_the_wrong_experts_change_the_tokens(self, node: RealNode, share: int) -> None:

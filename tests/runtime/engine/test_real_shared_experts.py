@@ -21,7 +21,12 @@ from shoal.runtime.whole_experts import ALWAYS
 from tests.depth import among, only_deep
 from tests.random_checkpoint import write_checkpoint
 from tests.runtime.engine import probes
-from tests.runtime.engine.every_layout import ALL, before_damage_with_it_and_after
+from tests.runtime.engine.every_layout import (
+    ALL,
+    COMPARED,
+    before_damage_with_it_and_after,
+    first,
+)
 from tests.runtime.engine.prompts import MODELS_WITH_EXPERTS, make_model, random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
@@ -63,7 +68,7 @@ def test_tokens_are_stocks_in_every_layout(node: RealNode, expected: Expected) -
     ]
     for partition in partitions:
         node.switch(*partition)
-        assert node.generate_spread(node.partition, ALL, TOKENS) == expected
+        assert node.generate_spread(node.partition, ALL, COMPARED) == first(expected)
     assert node.audit() == []
 
 
@@ -73,7 +78,7 @@ def test_tokens_are_stocks_by_sequence(node: RealNode, expected: Expected) -> No
     node.probe_all(probes.take_modes)
     node.script(Script.RANDOM)
     with node.bound(WIDEST):
-        assert node.generate(WIDEST, ALL, TOKENS) == expected
+        assert node.generate(WIDEST, ALL, COMPARED) == first(expected)
     node.script(Script.TP)
     assert all(ran[Mode.SP] > 0 for ran in node.probe_all(probes.take_modes))
 
@@ -107,9 +112,9 @@ def test_tokens_stay_the_same_across_changes_of_memory(node: RealNode, expected:
         for engine, some in enumerate(requests):
             assert node.wait(some) == expected[engine::ENGINES]
         with node.bound(WIDEST):
-            assert node.generate(WIDEST, ALL, TOKENS) == expected
+            assert node.generate(WIDEST, ALL, COMPARED) == first(expected)
         node.switch()
-        assert node.generate_spread(singles(ENGINES), ALL, TOKENS) == expected
+        assert node.generate_spread(singles(ENGINES), ALL, COMPARED) == first(expected)
     assert node.audit() == []
 
 
@@ -140,7 +145,7 @@ def test_experts_of_another_layer_or_member_change_the_tokens(
 ) -> None:
     if unit.is_group and node.config.share_weights == ENGINES:
         pytest.skip("no layout has more members than share weights")
-    found = before_damage_with_it_and_after(node, unit, damage, TOKENS)
+    found = before_damage_with_it_and_after(node, unit, damage, COMPARED)
     assert found[0] == found[2]
     assert found[0] != found[1]
 
