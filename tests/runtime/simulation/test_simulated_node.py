@@ -1,5 +1,6 @@
 """A simulated node serves as the real one would, and tells the truth about it."""
 
+import functools
 import random
 from dataclasses import replace
 
@@ -54,10 +55,17 @@ def tpot(run: Run, number: int) -> float:
     return (life.ended - life.first_token) / (life.tokens - 1)
 
 
+LOAD = arrivals(100, 40.0, urgent=0.2)
+
+
+@functools.cache
+def run_of_load(policy: str) -> Run:
+    return simulate(NODE, policy, LOAD)
+
+
 @pytest.mark.parametrize("policy", DECIDING)
 def test_every_request_gets_exactly_its_tokens(policy: str) -> None:
-    load = arrivals(150, 40.0, urgent=0.2)
-    run = simulate(NODE, policy, load)
+    load, run = LOAD, run_of_load(policy)
     assert [life.tokens for life in run.lives] == [arrival.output_tokens for arrival in load]
     assert all(life.finished and life.units for life in run.lives)
     assert sum(run.tokens.values()) == pytest.approx(sum(a.output_tokens for a in load))
@@ -69,8 +77,7 @@ def test_every_request_gets_exactly_its_tokens(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", DECIDING)
 def test_a_run_can_be_repeated(policy: str) -> None:
-    load = arrivals(80, 30.0, urgent=0.2)
-    assert simulate(NODE, policy, load) == simulate(NODE, policy, load)
+    assert simulate(NODE, policy, LOAD) == run_of_load(policy)
 
 
 def test_a_turn_comes_after_the_answer_and_finds_the_chat_cached() -> None:
