@@ -281,8 +281,12 @@ def _with_losers_restarted(
 def _foreseen(
     candidates: Iterable[Partition], memory: Memory, costs: SwitchCosts, lasting: Lasting = ()
 ) -> dict[Partition, float]:
-    """Return the seconds of requests that a switch to each of some candidates will save."""
-    foresight = Foresight(_hindsight_of(memory), lasting, costs.empty_caches())
+    """Return the seconds of requests that a switch to each of some candidates will save.
+
+    With targets no look is far: most promises are kept or broken soon.
+    """
+    far = not costs.snapshot.targets
+    foresight = Foresight(_hindsight_of(memory), lasting, costs.empty_caches(), far=far)
     return {one: foresight.gain(one, costs.stop_seconds(one)) for one in candidates}
 
 

@@ -80,15 +80,21 @@ class Foresight:
         lasting: how long the present surge will last (``surges.py``); empty: there is none. A surge
             does go on, and nobody knows for how long.
         caches: what requests find after a switch; None: what they find now.
+        far: whether to look as far as the present requests take, if that is long (``_horizons``).
     """
 
     def __init__(
-        self, hindsight: Hindsight, lasting: Lasting = (), caches: EmptyCaches | None = None
+        self,
+        hindsight: Hindsight,
+        lasting: Lasting = (),
+        caches: EmptyCaches | None = None,
+        *,
+        far: bool = False,
     ) -> None:
         self._hindsight = hindsight
         self._lasting = lasting
         self._caches = EmptyCaches(0.0) if caches is None else caches
-        self._horizons = SURGE_HORIZONS if lasting else HORIZONS
+        self._horizons = SURGE_HORIZONS if lasting else _horizons(hindsight, far=far)
         self._staying: dict[Future, tuple[Outcome, ...]] = {}
 
     def gain(self, to: Partition, stop: float) -> float:
@@ -162,6 +168,19 @@ class Foresight:
                 shadow.put(caches.job(comes), hindsight.terms)
                 at, job = next(coming, (inf, None))
             yield Outcome(shadow.final_cost(hindsight.terms), shadow.requests)
+
+
+def _horizons(hindsight: Hindsight, *, far: bool) -> tuple[float, ...]:
+    """Return the seconds to look ahead without a surge.
+
+    What long requests still need depends on those that will come beside them. So where the present
+    ones still need long in the mean, a third look ends then, though not after longer than the node
+    was watched. Short looks would have them alone soon, and the layout that is best for few.
+    """
+    current = hindsight.current
+    needed = current.final_cost(hindsight.terms) - current.cost_so_far(hindsight.at)
+    third = min(hindsight.span, needed / max(1, current.requests))
+    return (*HORIZONS, third) if far and third > HORIZONS[-1] else HORIZONS
 
 
 def period(hindsight: Hindsight) -> float:

@@ -14,7 +14,10 @@ USUAL_REQUESTS = 16
 """Requests of the usual length that are added to the present ones, because a few requests say
 little about the next ones."""
 LEAST_ROOM = 0.15
-"""Share of a unit's KV blocks that must be free, so that its requests can be carried away."""
+"""Share of a unit's KV blocks that, if free, suffices for any requests to be carried away."""
+TIGHT_ROOM = 0.02
+"""Share that suffices if it holds ``AT_ONCE`` of the longest request: the others take turns."""
+AT_ONCE = 2
 SWITCH_SECONDS = 0.004
 """Seconds of a switch beyond the step that is computed and the copies: messages and launches."""
 CACHE_SECONDS = 60.0
@@ -31,7 +34,7 @@ class SwitchCosts:
     """
 
     def __init__(self, snapshot: Snapshot, model: StepPredictor) -> None:
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._model = model
 
     def stop_seconds(self, candidate: Partition) -> float:
@@ -41,11 +44,11 @@ class SwitchCosts:
         ahead follows (``Snapshot.schedules_ahead``). Then the new units read the KV from the old
         ones.
         """
-        moved = [unit for unit in self._snapshot.units if unit.unit not in candidate]
+        moved = [unit for unit in self.snapshot.units if unit.unit not in candidate]
         busy = [unit for unit in moved if unit.requests]
         if not busy:
             return SWITCH_SECONDS
-        steps = len(busy) / (len(busy) + 1) + self._snapshot.schedules_ahead
+        steps = len(busy) / (len(busy) + 1) + self.snapshot.schedules_ahead
         longest = max(map(self._step_seconds, busy))
         return SWITCH_SECONDS + steps * longest + self._copy_seconds(candidate, moved)
 
@@ -59,7 +62,7 @@ class SwitchCosts:
             candidate: to which the node changes.
             lately: as many requests as were there lately.
         """
-        stop = self.stop_seconds(candidate) * self._snapshot.requests
+        stop = self.stop_seconds(candidate) * self.snapshot.requests
         return stop + self.refill_seconds() * (1 + lately)
 
     def refill_seconds(self) -> float:
@@ -72,7 +75,7 @@ class SwitchCosts:
         and its double as between a quarter and half of the time until now. Mooncake's chats go on
         like that.
         """
-        snapshot, latest = self._snapshot, self._tokens_taken_along
+        snapshot, latest = self.snapshot, self._tokens_taken_along
         rate = self._whole_prompt * snapshot.usual_rate
         found = CACHE_SECONDS * snapshot.hit_share * rate
         unseen = max(0.0, CACHE_SECONDS * rate - max(latest, snapshot.watched_tokens / 2))
@@ -87,23 +90,23 @@ class SwitchCosts:
     @property
     def _output_tokens(self) -> float:
         """Tokens of the mean output."""
-        return max(1.0, self._snapshot.output_tokens)
+        return max(1.0, self.snapshot.output_tokens)
 
     @property
     def _tokens_left_behind(self) -> int:
         """The cached tokens that a switch does not take along."""
-        units = self._snapshot.units
+        units = self.snapshot.units
         return sum(max(0, of_ended(unit) - unit.portable_tokens) for unit in units)
 
     @property
     def _whole_prompt(self) -> float:
         """Tokens of the mean prompt, those that it finds in a cache included."""
-        return self._snapshot.prompt_tokens / max(0.1, 1 - self._snapshot.hit_share)
+        return self.snapshot.prompt_tokens / max(0.1, 1 - self.snapshot.hit_share)
 
     @property
     def _tokens_taken_along(self) -> float:
         """The latest tokens of prompts of which a switch takes along all that is cached."""
-        snapshot = self._snapshot
+        snapshot = self.snapshot
         tokens = sum(map(of_ended, snapshot.units)) - self._tokens_left_behind
         return (
             tokens * self._whole_prompt / max(1.0, snapshot.prompt_tokens + snapshot.output_tokens)
@@ -114,7 +117,7 @@ class SwitchCosts:
 
         How long ago it was last used is taken to be distributed exponentially.
         """
-        share, lost = self._snapshot.hit_share, self._snapshot.lost_tokens
+        share, lost = self.snapshot.hit_share, self.snapshot.lost_tokens
         if not (share and self._tokens_left_behind):
             return EmptyCaches(0.0)
         return EmptyCaches(lost / share, round(self._tokens_taken_along))
@@ -124,19 +127,17 @@ class SwitchCosts:
 
         While it is copied it lies in two places. Without room for that it would be computed again.
         """
-        moved = [unit for unit in self._snapshot.units if unit.unit not in candidate]
-        return all(
-            free_of_kv(unit) >= LEAST_ROOM * unit.total_blocks for unit in moved if unit.running
-        )
+        moved = [unit for unit in self.snapshot.units if unit.unit not in candidate]
+        return all(_has_room(unit) for unit in moved if unit.running)
 
     def _step_seconds(self, unit: UnitState) -> float:
         """Return the seconds of a unit's next step, with requests of the usual length."""
-        context = round(usual_prompt(self._snapshot) + self._output_tokens / 2)
+        context = round(usual_prompt(self.snapshot) + self._output_tokens / 2)
         layout, running = unit.unit.layout, max(1, unit.running)
-        prompts = min(self._snapshot.chunk(layout), unit.prefill_tokens)
-        before = round(usual_prompt(self._snapshot) / 2) if prompts else 0
+        prompts = min(self.snapshot.chunk(layout), unit.prefill_tokens)
+        before = round(usual_prompt(self.snapshot) / 2) if prompts else 0
         batch = Batch(running, running * context, prompts, before)
-        return self._model.step_seconds(layout, batch, self._snapshot.mode(layout, batch))
+        return self._model.step_seconds(layout, batch, self.snapshot.mode(layout, batch))
 
     def _copy_seconds(self, candidate: Partition, moved: Sequence[UnitState]) -> float:
         """Return the seconds of the copies: units read at once, each from one other at a time."""
@@ -152,6 +153,13 @@ class SwitchCosts:
 def of_ended(unit: UnitState) -> int:
     """Return the tokens that a unit has cached of requests which have ended."""
     return max(0, unit.cached_tokens - unit.context_tokens)
+
+
+def _has_room(unit: UnitState) -> bool:
+    """Return whether enough of a unit's blocks are free for its requests to be carried away."""
+    longest = blocks_for(unit.longest_tokens, unit.block_tokens, unit.group_limits)
+    tight = max(TIGHT_ROOM * unit.total_blocks, AT_ONCE * longest)
+    return free_of_kv(unit) >= min(LEAST_ROOM * unit.total_blocks, tight)
 
 
 def free_of_kv(unit: UnitState) -> int:
