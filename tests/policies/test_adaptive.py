@@ -452,7 +452,8 @@ def test_no_switch_while_one_runs_and_nothing_adds_up() -> None:
 
 def test_a_full_node_keeps_its_layout() -> None:
     """Requests could not take their KV along, so a switch would compute all of them again."""
-    full = replace(CROWD, units=tuple(replace(unit, free_blocks=5) for unit in CROWD.units))
+    units = (replace(unit, free_blocks=5, longest_tokens=800) for unit in CROWD.units)
+    full = replace(CROWD, units=tuple(units))
     assert wanted(full) == TP
     assert wanted(CROWD) != TP
 

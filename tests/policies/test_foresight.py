@@ -18,10 +18,11 @@ from shoal.policies.foresight import (
     repeated,
 )
 from shoal.policies.hindsight import LATEST_SECONDS, Hindsight
-from shoal.policies.jobs import Job
+from shoal.policies.jobs import Decode, Job
+from shoal.policies.shadow import Population, shadow_of
 from shoal.policies.surges import UNKNOWN_LENGTHS, Lasting
 from shoal.policies.values.layouts import Layout
-from tests.policies.shadows import NOW, QUIET, SINGLES, TERMS, after, rate, seen
+from tests.policies.shadows import GROUP, NOW, QUIET, SINGLES, TERMS, after, rate, seen
 
 
 def gain(
@@ -128,6 +129,24 @@ def test_only_in_a_surge_does_it_look_far(monkeypatch: pytest.MonkeyPatch) -> No
     assert gain(grows, 0.02, lasts) < far
     monkeypatch.setattr(foresight, "HORIZONS", SURGE_HORIZONS)
     assert gain(grows, 0.02) > near
+
+
+def filling(output: int, began: float = 0.0) -> Hindsight:
+    """Return a group to which two requests come each second, while four decode."""
+    here = seen(*rate(2, 10), began=began)
+    latest = tuple(job._replace(output=output) for job in here.latest)
+    four = Population([Decode(output, NOW, 10 + output)] * 4, [], {})
+    return replace(here, current=shadow_of(here.units(GROUP), four, NOW, TERMS), latest=latest)
+
+
+def test_it_looks_as_far_as_long_requests_take() -> None:
+    """They will be there with those that come meanwhile, for whom single engines are better."""
+    near, far = (Foresight(filling(1000), far=it).gain(SINGLES, 0.02) for it in (False, True))
+    assert near < 0 < far
+    short = [Foresight(filling(100), far=it).gain(SINGLES, 0.02) for it in (False, True)]
+    assert short[0] == short[1] < 0
+    watched = filling(1000, began=NOW - 3)
+    assert Foresight(watched, far=True).gain(SINGLES, 0.02) < 0, "who knows how long they come?"
 
 
 def test_a_clump_is_not_a_burst_for_ever() -> None:

@@ -75,12 +75,27 @@ def test_the_last_of_several_steps_in_flight_is_waited_for() -> None:
 
 def test_prompts_that_wait_need_no_room_in_a_switch() -> None:
     """They have no KV, though the blocks that they will need are not free for others."""
-    full = unit(tp(0, 1), requests=9, running=8, blocks=0, block_tokens=16, waiting=1)
+    here = unit(tp(0, 1), requests=9, running=8, blocks=0, block_tokens=16, waiting=1)
+    full = replace(here, longest_tokens=10**6)
     assert not SwitchCosts(snapshot(full), MODEL).has_room((alone(0), alone(1)))
     waits = replace(full, prompts=(16 * 20,))
     assert SwitchCosts(snapshot(waits), MODEL).has_room((alone(0), alone(1)))
     little = replace(full, prompts=(16 * 10,))
     assert not SwitchCosts(snapshot(little), MODEL).has_room((alone(0), alone(1)))
+
+
+def test_a_nearly_full_unit_has_room_for_a_switch_if_its_longest_requests_can_take_turns() -> None:
+    def has_room(free: int, longest: int) -> bool:
+        group = unit(tp(0, 1), requests=9, running=9, blocks=free, block_tokens=16)
+        here = replace(group, total_blocks=1000, longest_tokens=longest)
+        return SwitchCosts(snapshot(here), MODEL).has_room((alone(0), alone(1)))
+
+    assert has_room(free=20, longest=160)
+    assert not has_room(free=19, longest=160), "a little must be free in any case"
+    assert has_room(free=80, longest=640)
+    assert not has_room(free=79, longest=640)
+    assert has_room(free=150, longest=10**6), "so much is enough for anything"
+    assert not has_room(free=149, longest=10**6)
 
 
 def test_units_that_stay_are_not_stopped() -> None:
