@@ -4,11 +4,12 @@ A load is a list of options of ``shoal simulate``, so that each one can be repea
 """
 
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.loadgen.traces import read_trace
+from shoal.loadgen.traces import TraceError, read_trace
 
 Options = tuple[str, ...]
 
@@ -57,11 +58,13 @@ many times as long as an 8B model's one step of this model takes."""
 
 @dataclass(frozen=True, slots=True)
 class _Trace:
-    """A trace, and what a second of it asks for in tokens of prompts, one output counting more."""
+    """A trace that loads are windows of."""
 
     path: Path
-    seconds: float
+    times: Sequence[float]
+    """When its requests come, seconds."""
     cost: float
+    """What a second of it asks for, in tokens of prompts."""
 
 
 def draw(count: int, seed: int, traces: Sequence[Path], kinds: Sequence[str]) -> list[Options]:
@@ -83,9 +86,11 @@ def draw(count: int, seed: int, traces: Sequence[Path], kinds: Sequence[str]) ->
 
 def _measured(path: Path) -> _Trace:
     arrivals = read_trace(path).fitting(LONGEST).arrivals
-    seconds = max(1.0, arrivals[-1].at) if arrivals else 1.0
+    if not arrivals:
+        raise TraceError(f"{path}: no request has {LONGEST:,} tokens or fewer")
+    seconds = max(1.0, arrivals[-1].at)
     tokens = sum(one.prompt_tokens + OUTPUT_COST * one.output_tokens for one in arrivals)
-    return _Trace(path, seconds, max(1.0, tokens / seconds))
+    return _Trace(path, [one.at for one in arrivals], max(1.0, tokens / seconds))
 
 
 def _load(rng: random.Random, traces: Sequence[_Trace], kinds: Sequence[str]) -> Options:
@@ -102,9 +107,14 @@ def _load(rng: random.Random, traces: Sequence[_Trace], kinds: Sequence[str]) ->
 
 
 def _window(rng: random.Random, trace: _Trace, cost: float) -> Options:
-    """Return a window of a trace, faster or slower than it was."""
+    """Return a window of a trace, faster or slower than it was.
+
+    Where no request is in it, it begins with the next one.
+    """
     scale = cost / trace.cost
-    start = rng.uniform(0, max(0.0, trace.seconds / scale - SECONDS))
+    start = rng.uniform(0, max(0.0, trace.times[-1] / scale - SECONDS))
+    first = trace.times[bisect_left(trace.times, start * scale)] / scale
+    start = start if first < start + SECONDS else int(first)
     return (
         *("--trace", str(trace.path), "--max-request-tokens", str(LONGEST)),
         *("--rate-scale", f"{scale:.3g}", "--start", f"{start:.0f}"),

@@ -87,6 +87,21 @@ def test_a_trace_that_is_shorter_than_a_window_is_taken_whole(tmp_path: Path) ->
     assert {value(load, "--start") for load in loads if str(path) in load} == {"0"}
 
 
+def test_no_window_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "gaps.jsonl"
+    path.write_text("".join(ROW % (10_000 * day) for day in range(60)))
+    windows = [load for load in draw(60, 0, [path], ["plain"]) if str(path) in load]
+    assert windows
+    assert all(workload(load).arrivals for load in windows)
+
+
+def test_a_trace_of_requests_that_are_too_long_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"at": 0, "prompt_tokens": 100000, "output_tokens": 50}\n')
+    with pytest.raises(TraceError, match="no request has 65,000 tokens or fewer"):
+        draw(1, 0, [path], ["plain"])
+
+
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot read"):
         draw(1, 0, [tmp_path / "missing.jsonl"], ["plain"])
