@@ -20,6 +20,8 @@ from shoal.loadgen.bench.random_loads import KINDS, Options, draw
 from shoal.loadgen.bench.regret_tables import Load, Way, describe, markdown
 from shoal.loadgen.summary import EVERYTHING, Distribution
 from shoal.loadgen.traces import TraceError
+from shoal.policies.installed_policies import load_policies
+from shoal.policies.registry import PolicyError
 from shoal.policies.values.layouts import layouts_up_to
 from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.simulated_node import SimulationError
@@ -45,6 +47,10 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     check_at_least(args, 0, "random")
     check_positive(args, "jobs")
+    try:
+        load_policies(args.policy)
+    except PolicyError as error:
+        raise UserError(f"--policy: {error}") from error
     loads = _loads(args)
     if not loads:
         raise UserError("name a file of loads with --loads, or draw some with --random N")

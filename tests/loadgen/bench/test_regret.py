@@ -104,6 +104,7 @@ def test_a_load_that_cannot_be_simulated_is_told_and_the_others_go_on(
         (("--loads", "missing.txt"), "missing.txt: cannot read it"),
         (("--random", "1", "--traces", "missing.csv"), "--traces: .*missing.csv"),
         (("--random", "-1"), "--random"),
+        (("--random", "1", "--policy", "nonsense"), "--policy: no policy 'nonsense'"),
         (("--random", "1", "--jobs", "0"), "--jobs"),
     ],
 )
