@@ -16,8 +16,9 @@ little about the next ones."""
 LEAST_ROOM = 0.15
 """Share of a unit's KV blocks that, if free, suffices for any requests to be carried away."""
 TIGHT_ROOM = 0.02
-"""Share that suffices if it holds ``AT_ONCE`` of the longest request: the others take turns."""
+"""Share that suffices if it also holds the longest request ``AT_ONCE`` times."""
 AT_ONCE = 2
+"""Requests take turns where KV is nearly full: one is read while another one's blocks come free."""
 SWITCH_SECONDS = 0.004
 """Seconds of a switch beyond the step that is computed and the copies: messages and launches."""
 CACHE_SECONDS = 60.0

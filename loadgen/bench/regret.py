@@ -129,7 +129,7 @@ def _read(path: Path) -> Iterator[Options]:
 
 
 def _taken_up(path: Path, policy: str) -> Findings:
-    """Return what an earlier run of the same command has found."""
+    """Return what an earlier run has found, without the loads that could not be simulated."""
     if not path.exists():
         return Findings(policy)
     try:
@@ -138,7 +138,7 @@ def _taken_up(path: Path, policy: str) -> Findings:
         raise UserError(f"{path}: {error}") from error
     if found.policy != policy:
         raise UserError(f"{path} has results of the policy {found.policy}: choose another --out")
-    return found
+    return Findings(policy, [load for load in found.loads if not load.error])
 
 
 def _write(path: Path, findings: Findings) -> None:
@@ -194,10 +194,10 @@ def fixed_ways(node: Node) -> dict[str, tuple[str, ...]]:
     Where the node has SP, its groups run those steps in it that are faster so. TP alone is no way
     of its own there: it is behind, and a node that falls behind takes long to simulate.
     """
-    layouts = [layout.name for layout in layouts_up_to(node.max_group) if layout.tp > 1]
-    group = ("shift" if node.max_sp > 1 else "static-tp",)
-    narrow = {name: ("manual", "--layout", name) for name in layouts[:-1]}
-    return {"dp": ("static-dp",), **narrow, layouts[-1]: group}
+    groups = [layout.name for layout in layouts_up_to(node.max_group) if layout.tp > 1]
+    widest = ("shift" if node.max_sp > 1 else "static-tp",)
+    ways = {name: ("manual", "--layout", name) for name in groups[:-1]}
+    return {"dp": ("static-dp",), **ways, **dict.fromkeys(groups[-1:], widest)}
 
 
 def way_of(simulated: Simulated) -> Way:

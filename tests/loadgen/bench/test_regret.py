@@ -40,6 +40,7 @@ def test_every_layout_of_a_node_is_a_fixed_way() -> None:
     assert fixed_ways(node(2, 2)) == {"dp": ("static-dp",), "tp2": ("shift",)}
     assert fixed_ways(node(2, 1)) == {"dp": ("static-dp",), "tp2": ("static-tp",)}
     assert [*fixed_ways(node(8, 8))] == ["dp", "tp2", "tp4", "tp8"]
+    assert fixed_ways(node(1, 1)) == {"dp": ("static-dp",)}
 
 
 def test_a_policy_that_holds_the_wrong_layout_is_behind(
@@ -95,6 +96,8 @@ def test_a_load_that_cannot_be_simulated_is_told_and_the_others_go_on(
     assert "Not simulated: `--engines 3 --trace poisson`: argument --engines" in report
     assert "Not simulated: `--trace missing.csv`" in report
     assert f"`{QUIET}`" in report
+    loads.write_text(f"{QUIET}\n")
+    assert run(tmp_path, "--loads", str(loads), "--policy", "static-dp") == 0, "they are forgotten"
 
 
 @pytest.mark.parametrize(
