@@ -283,7 +283,8 @@ def _foreseen(
 ) -> dict[Partition, float]:
     """Return the seconds of requests that a switch to each of some candidates will save.
 
-    With targets no look is far: most promises are kept or broken soon.
+    With targets no look is far. Of the loads with targets far looks changed only one, and made it
+    worse (docs/benchmarks/policies.md).
     """
     far = not costs.snapshot.targets
     foresight = Foresight(_hindsight_of(memory), lasting, costs.empty_caches(), far=far)

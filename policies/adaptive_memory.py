@@ -187,7 +187,6 @@ def _followed(hindsight: Hindsight, snapshot: Snapshot, news: News) -> tuple[Hin
     here = snapshot.partition
     if here not in dict(hindsight.trials):
         return hindsight.followed(snapshot, news), 0.0
-    switched, left = hindsight.after_switch(here), hindsight.current
-    stayed = left.final_cost(hindsight.terms) - left.cost_so_far(hindsight.at)
-    brings = stayed - switched.current.final_cost(hindsight.terms)
+    switched = hindsight.after_switch(here)
+    brings = hindsight.rest - switched.current.final_cost(hindsight.terms)
     return switched.followed(snapshot, news).levelled(), brings

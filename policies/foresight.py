@@ -177,10 +177,11 @@ def _horizons(hindsight: Hindsight, *, far: bool) -> tuple[float, ...]:
     ones still need long in the mean, a third look ends then, though not after longer than the node
     was watched. Short looks would have them alone soon, and the layout that is best for few.
     """
-    current = hindsight.current
-    needed = current.final_cost(hindsight.terms) - current.cost_so_far(hindsight.at)
-    third = min(hindsight.span, needed / max(1, current.requests))
-    return (*HORIZONS, third) if far and third > HORIZONS[-1] else HORIZONS
+    if not far:
+        return HORIZONS
+    needed = hindsight.rest / max(1, hindsight.current.requests)
+    third = min(hindsight.span, needed)
+    return (*HORIZONS, third) if third > HORIZONS[-1] else HORIZONS
 
 
 def period(hindsight: Hindsight) -> float:

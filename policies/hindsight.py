@@ -166,6 +166,11 @@ class Hindsight:
         return _units(partition, self.lane)
 
     @property
+    def rest(self) -> float:
+        """What the present requests will still cost if no other comes, in seconds."""
+        return self.current.final_cost(self.terms) - self.current.cost_so_far(self.at)
+
+    @property
     def span(self) -> float:
         """The seconds in which the latest jobs came."""
         return min(LATEST_SECONDS, max(LEAST_SPAN_SECONDS, self.at - self.began))

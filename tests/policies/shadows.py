@@ -1,5 +1,6 @@
 """A node with one group or two single engines, and its shadows, for tests of ``adaptive``."""
 
+from dataclasses import replace
 from math import inf
 
 from shoal.policies.hindsight import LATEST_SECONDS, Hindsight
@@ -12,24 +13,28 @@ from shoal.policies.values.pace import Pace
 from tests.units import tp
 
 NOW = 100.0
+STEP = 0.01
+PACE = Pace(
+    members=1,
+    weights=STEP,
+    token=0.0,
+    latency=0.0,
+    moved=0.0,
+    read=0.0,
+    attend=0.0,
+    host=0.0,
+    mixed_host=0.0,
+    overhead=0.0,
+)
+"""Every step takes 10 ms."""
 SINGLES, GROUP = (alone(0), alone(1)), (tp(0, 1),)
 
 
 def terms(layout: Layout) -> Terms:
     """Return a unit: a group is the faster one for fewer than 12 requests, and two units above."""
     grouped = layout.tp == 2
-    pace = Pace(
-        members=1,
-        weights=0.0,
-        token=6e-4 if grouped else 2e-4,
-        latency=0.0,
-        moved=0.0,
-        read=0.0,
-        attend=0.0,
-        host=0.0,
-        mixed_host=0.0,
-        overhead=0.004 if grouped else 0.01,
-    )
+    token, overhead = (6e-4, 0.004) if grouped else (2e-4, 0.01)
+    pace = replace(PACE, weights=0.0, token=token, overhead=overhead)
     free = Pace(1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.001)
     return Terms(pace, free, free, inf, 256, 1e9, 8192, 8192, Prices(1e-6, 1e-9), 100.0)
 

@@ -10,23 +10,9 @@ from shoal.policies.shadow import Population, Queue, Shadow, shadow_of
 from shoal.policies.terms import Terms
 from shoal.policies.unit_costs import Prices
 from shoal.policies.values.layouts import Layout
-from shoal.policies.values.pace import Pace
+from tests.policies.shadows import PACE, STEP
 
 DP = Layout()
-STEP = 0.01
-PACE = Pace(
-    members=1,
-    weights=STEP,
-    token=0.0,
-    latency=0.0,
-    moved=0.0,
-    read=0.0,
-    attend=0.0,
-    host=0.0,
-    mixed_host=0.0,
-    overhead=0.0,
-)
-"""Every step takes 10 ms."""
 TERMS = Terms(PACE, PACE, PACE, inf, 16, 1e6, 8192, 8192, Prices(1e-5, 1e-9), 100.0)
 ALL = {DP: TERMS}
 
