@@ -60,6 +60,10 @@ NODE: dict[str, Any] = {
 """What a node is started with."""
 
 
+MOST_TIMES = 4
+"""How many times as long a life may be, if it has not seen everything before."""
+
+
 class Lived(msgspec.Struct):
     """What a life has seen, once all of its requests have ended."""
 
@@ -122,14 +126,85 @@ def ways_of_tiers(node: RealNode) -> list[tuple[Unit, Unit]]:
     return [way for way in there + back if way[0] in cores and cores[way[0]].requests]
 
 
+class _Life:
+    """One life of a node: what was asked of it, and what was seen."""
+
+    def __init__(self, node: RealNode, seed: int, partitions: Sequence[Partition]) -> None:
+        self.node, self.partitions = node, partitions
+        self.draw, self.counts = random.Random(seed), Counter[str]()
+        self.carries = node.controller.books.statistics.carries
+        self.asked: dict[str, int] = {}
+        self.directions, self.problems = Counter[str](), list[str]()
+
+    def note(self, _engine: int, message: m.Message) -> None:
+        """See which ways requests go."""
+        if isinstance(message, m.Import) and message.requests:
+            way = f"{message.source.layout.name} to {message.unit.layout.name}"
+            self.directions[way] += len(message.requests)
+
+    @property
+    def saw_everything(self) -> bool:
+        """Whether requests have gone every way, to tiers, and with blocks copied ahead."""
+        return (
+            self.directions.keys() >= DIRECTIONS
+            and self.carries.tier_requests.total("parked") > 0
+            and self.carries.precopies.total("copied") > 0
+        )
+
+    def operate(self) -> None:
+        """Do one thing at random, and let the controller take some turns."""
+        chance, draw, node = self.draw.random(), self.draw, self.node
+        if chance < 0.4:
+            treatment = draw.choice((m.Treatment.HARD, m.Treatment.SOFT, *[m.Treatment.CARRY] * 2))
+            switch_to(node, draw.choice(self.partitions), treatment)
+            self.counts["switches"] += 1
+        elif chance < 0.45:
+            self._drain(draw.randrange(ENGINES))
+        elif chance < 0.55 and (pairs := moves(node)):
+            node.even_out(*draw.choice(pairs))
+            self.counts["moves"] += 1
+        elif chance < 0.61 and (ways := ways_of_tiers(node)):
+            node.move(*draw.choice(ways), 3)
+            self.counts["tiers"] += 1
+        else:
+            unit: Unit = draw.choice(node.partition)
+            which = draw.randrange(len(ALL))
+            (request,) = node.submit(unit, [ALL[which]], max_tokens=TOKENS)
+            self.asked[request] = which
+            self.counts["requests"] += 1
+        for _ in range(draw.randrange(3)):
+            node.turn(timeout=draw.choice((0.0, 0.01)))
+
+    def _drain(self, engine: int) -> None:
+        self.node.drain(engine, drained=True)
+        if self.draw.random() < 0.5:
+            self.node.until(lambda: not self.node.drain(engine, drained=True), "an empty engine")
+        self.node.drain(engine, drained=False)
+        self.problems += self.node.audit()  # which waits until the engine's groups are released
+        self.counts["drains"] += 1
+
+    def end(self) -> None:
+        """Let all requests end: they are paused, or wait in the pool, for units that come again."""
+        for partition in self.partitions:
+            left = self.asked.keys() - self.node.finished.keys()
+            if waiting := [request for request in sorted(left) if unit_of(request) in partition]:
+                switch_to(self.node, partition)
+                self.node.wait(waiting)
+        switch_to(self.node, singles(ENGINES))
+
+
 def live(
     node: RealNode,
     expected: list[list[int]],
     operations: int,
     seed: int = SEED,
     partitions: Sequence[Partition] = PARTITIONS,
+    every_way: bool = False,
 ) -> Lived:
     """Do so many things at random, and bring all requests to their end.
+
+    What requests meet depends on how fast the engines are. A life that is to see everything goes on
+    until it has.
 
     Args:
         node: a node as ``NODE`` says.
@@ -137,65 +212,29 @@ def live(
         operations: requests, switches, drains and moves together.
         seed: of what is drawn.
         partitions: what the node switches to.
+        every_way: whether to go on, up to ``MOST_TIMES`` as long, until requests have gone in all
+            ``DIRECTIONS``, to tiers, and with blocks that were copied ahead.
     """
-    draw, counts = random.Random(seed), Counter[str]()
-    asked: dict[str, int] = {}
-    directions, problems = Counter[str](), list[str]()
-
-    def note(_engine: int, message: m.Message) -> None:
-        if isinstance(message, m.Import) and message.requests:
-            way = f"{message.source.layout.name} to {message.unit.layout.name}"
-            directions[way] += len(message.requests)
-
-    node.transport.before_send = note
-    for _ in range(operations):
-        chance = draw.random()
-        if chance < 0.4:
-            treatment = draw.choice((m.Treatment.HARD, m.Treatment.SOFT, *[m.Treatment.CARRY] * 2))
-            switch_to(node, draw.choice(partitions), treatment)
-            counts["switches"] += 1
-        elif chance < 0.45:
-            engine = draw.randrange(ENGINES)
-            node.drain(engine, drained=True)
-            if draw.random() < 0.5:
-                node.until(lambda e=engine: not node.drain(e, drained=True), "an empty engine")
-            node.drain(engine, drained=False)
-            problems += node.audit()  # which waits until the engine's groups are released
-            counts["drains"] += 1
-        elif chance < 0.55 and (pairs := moves(node)):
-            node.even_out(*draw.choice(pairs))
-            counts["moves"] += 1
-        elif chance < 0.61 and (ways := ways_of_tiers(node)):
-            node.move(*draw.choice(ways), 3)
-            counts["tiers"] += 1
-        else:
-            unit: Unit = draw.choice(node.partition)
-            which = draw.randrange(len(ALL))
-            (request,) = node.submit(unit, [ALL[which]], max_tokens=TOKENS)
-            asked[request] = which
-        for _ in range(draw.randrange(3)):
-            node.turn(timeout=draw.choice((0.0, 0.01)))
-    # Requests are paused, or wait in the pool, for units that come again now.
-    for partition in partitions:
-        left = asked.keys() - node.finished.keys()
-        if waiting := [request for request in sorted(left) if unit_of(request) in partition]:
-            switch_to(node, partition)
-            node.wait(waiting)
-    switch_to(node, singles(ENGINES))
+    life = _Life(node, seed, partitions)
+    node.transport.before_send = life.note
+    for done in range(operations * MOST_TIMES):
+        if done >= operations and (life.saw_everything or not every_way):
+            break
+        life.operate()
+    life.end()
     node.transport.before_send = lambda _engine, _message: None
-    carries = node.controller.books.statistics.carries
     return Lived(
-        counts={"requests": len(asked), **counts},
-        wrong=[name for name, which in asked.items() if node.tokens[name] != expected[which]],
-        directions=dict(directions),
-        computed_twice=carries.fallbacks.total(),
-        precopies=carries.precopies.total("copied"),
-        parked=carries.tier_requests.total("parked"),
+        counts=dict(life.counts),
+        wrong=[name for name, which in life.asked.items() if node.tokens[name] != expected[which]],
+        directions=dict(life.directions),
+        computed_twice=life.carries.fallbacks.total(),
+        precopies=life.carries.precopies.total("copied"),
+        parked=life.carries.tier_requests.total("parked"),
         modes=[
             {mode: ran.get(mode, 0) for mode in Mode} for ran in node.probe_all(probes.take_modes)
         ],
         seated=sum(node.probe_all(probes.seated)),
         steps_ahead=any(steps_ahead(node.config, engine) for engine in range(ENGINES)),
-        problems=problems + node.audit(),
+        problems=life.problems + node.audit(),
         lent=sum(node.controller.books.leases.opened.values()),
     )

@@ -42,15 +42,15 @@ def node(model: Path) -> Iterator[RealNode]:
 
 
 def test_no_request_loses_or_repeats_a_token(node: RealNode, model: Path) -> None:
-    lived = random_life.live(node, stock_tokens(model, ALL, TOKENS), OPERATIONS)
+    expected = stock_tokens(model, ALL, TOKENS)
+    lived = random_life.live(node, expected, OPERATIONS, every_way=True)
     assert lived.wrong == []
     assert lived.problems == []
     assert lived.lent == 0
-    assert sum(lived.counts.values()) == OPERATIONS
+    assert sum(lived.counts.values()) >= OPERATIONS
     assert min(lived.counts["requests"], lived.counts["switches"]) > OPERATIONS // 4
-    if OPERATIONS >= 320:  # fewer need not try every direction
-        assert lived.directions.keys() == DIRECTIONS
-        assert lived.parked > 0
+    assert lived.directions.keys() == DIRECTIONS
+    assert lived.parked > 0
     for ran in lived.modes:
         assert min(ran.values()) > OPERATIONS // 10
     # Random prompts are short, so most switches copy nothing ahead, but some do.
