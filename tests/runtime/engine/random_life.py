@@ -9,7 +9,7 @@ import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,16 +164,22 @@ class _Life:
             node.even_out(*draw.choice(pairs))
             self.counts["moves"] += 1
         elif chance < 0.61 and (ways := ways_of_tiers(node)):
-            node.move(*draw.choice(ways), 3)
+            source, destination = draw.choice(ways)
+            if source in node.partition:  # what runs there may end before the tier has room
+                node.wait_for_tokens(self._submit(source), 1)
+            node.move(source, destination, 3)
             self.counts["tiers"] += 1
         else:
-            unit: Unit = draw.choice(node.partition)
-            which = draw.randrange(len(ALL))
-            (request,) = node.submit(unit, [ALL[which]], max_tokens=TOKENS)
-            self.asked[request] = which
+            self._submit(draw.choice(node.partition))
             self.counts["requests"] += 1
         for _ in range(draw.randrange(3)):
             node.turn(timeout=draw.choice((0.0, 0.01)))
+
+    def _submit(self, unit: Unit) -> list[str]:
+        which = self.draw.randrange(len(ALL))
+        requests = self.node.submit(unit, [ALL[which]], max_tokens=TOKENS)
+        self.asked |= dict.fromkeys(requests, which)
+        return requests
 
     def _drain(self, engine: int) -> None:
         self.node.drain(engine, drained=True)
@@ -184,13 +190,27 @@ class _Life:
         self.counts["drains"] += 1
 
     def end(self) -> None:
-        """Let all requests end: they are paused, or wait in the pool, for units that come again."""
-        for partition in self.partitions:
-            left = self.asked.keys() - self.node.finished.keys()
-            if waiting := [request for request in sorted(left) if unit_of(request) in partition]:
-                switch_to(self.node, partition)
-                self.node.wait(waiting)
+        """Let all requests end: they are paused, parked or wait in the pool for their units."""
+        while left := sorted(self.asked.keys() - self.node.finished.keys()):
+            units = {request: self._unit_now(request) for request in left}
+            first = units[left[0]]
+            partition = next(one for one in self.partitions if first in one)
+            switch_to(self.node, partition)
+            for tier in map(tier_of, range(ENGINES)):
+                if alone(tier.leader) in partition and self._held(tier):
+                    self.node.move(tier, alone(tier.leader), len(self._held(tier)))
+            self.node.wait([request for request in left if units[request] in partition])
         switch_to(self.node, singles(ENGINES))
+
+    def _unit_now(self, request: str) -> Unit:
+        """Return the unit that has a request, or that it wants; an engine for its tier."""
+        cores = self.node.controller.books.requests.cores
+        unit = next((unit for unit in cores if request in self._held(unit)), unit_of(request))
+        return alone(unit.leader) if unit.tier else unit
+
+    def _held(self, unit: Unit) -> Collection[str]:
+        core = self.node.controller.books.requests.cores.get(unit)
+        return core.requests if core else ()
 
 
 def live(
