@@ -29,7 +29,7 @@ from tests.units import tp, tp_units
 
 ENGINES = 4
 SPEC = CheckpointSpec(layers=2, kv_heads=2)
-OPERATIONS = how_many("SHOAL_RANDOM_OPERATIONS", few=320, many=2000)
+OPERATIONS = how_many("SHOAL_RANDOM_OPERATIONS", few=500, many=2000)
 SEED = int(os.environ.get("SHOAL_RANDOM_SEED", "20"))
 TOKENS = 12
 ALL = PROMPTS + SHARED
