@@ -107,13 +107,10 @@ def check_adapted_model(config: Any) -> None:
         UserError: adapters are enabled, and the model is such a model; the message says why.
     """
     model = config.model_config
-    problems = {
-        "it has routed experts": model.is_moe,
-        "it has latent attention (MLA)": model.use_mla,
-    }
-    for problem, holds in problems.items():
-        if holds and config.lora_config is not None:
-            raise UserError(f"--enable-lora: not supported for {model.model}: {problem}")
+    if model.use_mla and config.lora_config is not None:
+        raise UserError(
+            f"--enable-lora: not supported for {model.model}: it has latent attention (MLA)"
+        )
 
 
 def check_kv_groups(config: Any) -> None:

@@ -2,13 +2,21 @@
 
 vLLM puts a layer around each layer of a loaded model (``LoRAModelRunnerMixin.load_lora_model``) and
 computes what adapters add beside the product of the layer's own weights, which are views in all
-layouts but DP.
+layouts but DP. Of models with routed experts it adapts attention and dense networks alone: its
+layers for experts need weights of their own (``FusedMoEWithLoRA``).
 """
 
+from typing import Any
+
+from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
 
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
+
+BESIDE_EXPERTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""Layers that have adapters in a model with routed experts, by vLLM's names: those of attention, of
+dense networks and of shared experts."""
 
 
 class UnreadableAdapter(ValueError):
@@ -26,6 +34,12 @@ def adapter_requests(node: NodeConfig) -> list[LoRARequest]:
     ]
 
 
+def adapt_beside_experts(config: VllmConfig) -> None:
+    """Leave routed experts without slots for adapters; ``config`` is changed in place."""
+    if config.lora_config is not None and config.model_config.is_moe:
+        config.lora_config.target_modules = list(BESIDE_EXPERTS)
+
+
 def load_adapters(node: NodeConfig, worker: LayoutWorker) -> None:
     """Let a layout's worker read the node's adapters. Not collective.
 
@@ -36,7 +50,8 @@ def load_adapters(node: NodeConfig, worker: LayoutWorker) -> None:
         worker: of one of this engine's layouts.
 
     Raises:
-        UnreadableAdapter: vLLM refuses one; the message names it and the reason.
+        UnreadableAdapter: vLLM refuses one, or it adapts what has no adapters; the message names it
+            and the reason.
     """
     for request in adapter_requests(node):
         try:
@@ -44,3 +59,21 @@ def load_adapters(node: NodeConfig, worker: LayoutWorker) -> None:
         except Exception as error:  # vLLM and safetensors raise every kind here
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UnreadableAdapter(f"adapter {request.lora_name}: {reason[0]}") from error
+        if left_out := _left_out(worker, request):
+            raise UnreadableAdapter(
+                f"adapter {request.lora_name}: it adapts {left_out}, and in models with routed "
+                "experts only attention, dense networks and shared experts have adapters"
+            )
+
+
+def _left_out(worker: LayoutWorker, request: LoRARequest) -> str | None:
+    """Return a layer that the adapter adapts and this model does not; None if there is none.
+
+    VLLM computes without that part of an adapter and says nothing
+    (``LoRAModelManager.activate_adapter``).
+    """
+    if worker.config.lora_config.target_modules is None:
+        return None
+    manager: Any = worker.model_runner.lora_manager._adapter_manager
+    loras = manager.get_adapter(request.lora_int_id).loras
+    return next((name for name in loras if name not in manager.modules), None)

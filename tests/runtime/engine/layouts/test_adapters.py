@@ -1,5 +1,6 @@
 """What engines do with LoRA adapters beside serving them: numbers and errors."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ from vllm.lora.request import LoRARequest
 
 from shoal.runtime.config import Adapter, NodeConfig
 from shoal.runtime.engine.layouts.adapters import (
+    BESIDE_EXPERTS,
     UnreadableAdapter,
+    adapt_beside_experts,
     adapter_requests,
     load_adapters,
 )
@@ -20,6 +23,7 @@ class Worker:
 
     def __init__(self, fails: str = "") -> None:
         self.read: list[tuple[int, str, str]] = []
+        self.config = SimpleNamespace(lora_config=SimpleNamespace(target_modules=None))
         self._fails = fails
 
     def call(self, method: str, args: tuple[LoRARequest]) -> None:
@@ -42,3 +46,16 @@ def test_an_adapter_that_cannot_be_read_is_named_in_one_line() -> None:
     with pytest.raises(UnreadableAdapter) as caught:
         load_adapters(NODE, worker)
     assert str(caught.value) == "adapter clerk: LoRA rank 64 is greater than max_lora_rank 16."
+
+
+@pytest.mark.parametrize(
+    ("is_moe", "lora", "targets"),
+    [(True, True, list(BESIDE_EXPERTS)), (False, True, None), (True, False, None)],
+)
+def test_routed_experts_have_no_slots(is_moe: bool, lora: bool, targets: list[str] | None) -> None:
+    adapters = SimpleNamespace(target_modules=None)
+    config: Any = SimpleNamespace(
+        lora_config=adapters if lora else None, model_config=SimpleNamespace(is_moe=is_moe)
+    )
+    adapt_beside_experts(config)
+    assert adapters.target_modules == targets
