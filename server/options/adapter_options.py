@@ -43,17 +43,16 @@ def has_prompt_logprobs(args: Namespace, device: str) -> bool:
 
 
 def check_adapters_and_layouts(args: Namespace) -> None:
-    """Refuse what has no adapters: stages and shared weights.
+    """Refuse shared weights beside adapters.
+
+    Engines keep parts of ``gate_up_proj`` whose rows are grouped (``GatedMlpRule``), and vLLM adds
+    what an adapter computes to rows in its own order.
 
     Raises:
-        UserError: one of these is asked for beside adapters.
+        UserError: both are asked for.
     """
-    for flag, value in (
-        ("--max-pp", args.max_pp),
-        ("--share-weights", args.share_weights),
-    ):
-        if args.enable_lora and value > 1:
-            raise UserError(f"{flag} {value}: it must be 1 with --enable-lora")
+    if args.enable_lora and args.share_weights > 1:
+        raise UserError(f"--share-weights {args.share_weights}: it must be 1 with --enable-lora")
 
 
 def make_room(engine_args: Any, adapters: int, *, on_cpu: bool) -> None:

@@ -127,6 +127,8 @@ def check_speculation_and_layouts(args: Namespace, max_group: int) -> None:
     for flag, value in (("--max-pp", args.max_pp), ("--share-weights", args.share_weights)):
         if value > 1:
             raise UserError(f"{flag} {value}: it must be 1 with --speculative-config")
+    # For adapters, vLLM's V2 model runner has one row of logits for each request
+    # (``LoraState.make_lora_inputs``). A step that checks drafts has several.
     if args.enable_lora:
         raise UserError("--enable-lora: not supported with --speculative-config")
     method = args.speculative_config.get("method")

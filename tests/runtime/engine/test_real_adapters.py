@@ -21,7 +21,7 @@ from tests.runtime.engine.every_layout import COMPARED, first
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
-from tests.units import tp
+from tests.units import pp, tp
 from tests.variety import is_varied
 
 SPEC = CheckpointSpec(layers=2)
@@ -181,6 +181,23 @@ def test_tokens_are_stocks_where_the_base_is_a_group(
             assert by_sequence(node, QUARTET, adapters, script) == expected
         with node.bound(QUARTET):
             assert node.wait(submitted(node, (QUARTET,), adapters)) == expected
+        assert node.audit() == []
+
+
+def test_stages_have_the_adapters_of_their_layers(
+    model: Path, named: list[Adapter], adapters: Adapters, expected: list[list[int]]
+) -> None:
+    pipeline = pp(0, 1)
+    with RealNode(model, 2, adapters=named, max_pp=2, max_sp=2, **LORA) as node:
+        with node.bound(pipeline):
+            assert node.wait(submitted(node, (pipeline,), adapters)) == expected
+        requests = submitted(node, singles(2), adapters, 40)
+        for partition in ((pipeline,), (PAIR,), (pipeline,), singles(2)):
+            node.wait_for_tokens(requests, len(node.tokens[requests[-1]]) + 3)
+            view = node.switch(*partition, treatment=m.Treatment.CARRY)
+            assert (view.carried, view.recomputed) == (len(requests), {})
+        assert first(node.wait(requests)) == expected
+        assert node.probe_all(probes.owned_bytes) == [{"dp": 0, "pp2": 0, "tp2": 0}] * 2
         assert node.audit() == []
 
 

@@ -58,9 +58,9 @@ def assert_sampled_as_stock_does(result: dict[str, Any]) -> None:
     }
 
 
-def test_steps_by_sequence_have_adapters(result: dict[str, Any]) -> None:
+def test_pipelines_and_steps_by_sequence_have_adapters(result: dict[str, Any]) -> None:
     found = result["adapted"]
-    assert found["by sequence"] == found["dp"]
+    assert found["by sequence"] == found["pipeline"] == found["dp"]
     assert len({tuple(tokens) for outputs in found["dp"] for tokens in outputs}) == 6
     assert [modes.get("tp", 0) for modes in found["modes"]] == [0, 0]
     assert all(modes["sp"] > 0 for modes in found["modes"])

@@ -28,7 +28,7 @@ from tests.random_adapter import write_adapter
 from tests.runtime.engine import probes, random_life, real_node, v2_program
 from tests.runtime.engine.prompts import SHARED, random_prompts
 from tests.runtime.engine.scripted_shift import Script
-from tests.units import tp
+from tests.units import pp, tp
 
 PROMPTS = [*random_prompts((5, 33, 70), seed=3), SHARED[0][:90]]
 TOKENS = 12
@@ -38,7 +38,7 @@ SAMPLED_TOKENS = 32
 PATIENCE_SECONDS = 600.0
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 UNITS = [alone(0), alone(1)]
-GROUP = tp(0, 1)
+GROUP, PIPELINE = tp(0, 1), pp(0, 1)
 LETTERS = StructuredOutputsParams(regex="[a-z]{200}")
 LETTERS._backend, LETTERS._backend_was_auto = "xgrammar", True  # what vLLM's front end chooses
 FEW = {"allowed_token_ids": list(range(300, 312))}
@@ -138,19 +138,20 @@ def live(model: Path, expected: list[list[int]], operations: int) -> random_life
 
 
 def adapted(model: Path, directory: Path) -> dict[str, Any]:
-    """Return what engines alone and their group by sequence generate with two adapters and none."""
+    """Return what a node's units generate, some by sequence, with two adapters and none."""
     adapters: list[LoRARequest | None] = [None]
     for number in (1, 2):
         path = directory / f"adapter-{number}"
         write_adapter(path, random_life.SPEC, seed=number)
         adapters.append(LoRARequest(path.name, number, str(path)))
     named = [Adapter(each.lora_name, each.lora_path) for each in adapters if each is not None]
-    sizes: dict[str, Any] = {"patience": PATIENCE_SECONDS, "environment": V2, "max_sp": 2}
+    sizes: dict[str, Any] = {"patience": PATIENCE_SECONDS, "environment": V2}
+    sizes |= {"max_sp": 2, "max_pp": 2}
     lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
     found: dict[str, Any] = {}
     with real_node.RealNode(model, 2, adapters=named, **sizes, **lora) as node:
         node.script(Script.SP)
-        for name, units in (("dp", UNITS), ("by sequence", [GROUP])):
+        for name, units in (("dp", UNITS), ("pipeline", [PIPELINE]), ("by sequence", [GROUP])):
             node.switch(*units)
             node.probe_all(probes.take_modes)
             requests = [

@@ -68,13 +68,11 @@ def test_adapters_that_requests_could_not_name_are_refused(args: Namespace, said
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize("name", ["max_pp", "share_weights"])
-def test_layouts_that_have_no_adapters_are_refused_beside_them(name: str) -> None:
-    check_adapters_and_layouts(options("poet", max_sp=4))
-    check_adapters_and_layouts(options(enable_lora=False, **{name: 4}))
-    flag = name.replace("_", "-")
-    with pytest.raises(UserError, match=rf"^--{flag} 4: it must be 1 with --enable-lora$"):
-        check_adapters_and_layouts(options("poet", **{name: 4}))
+def test_shared_weights_are_refused_beside_adapters() -> None:
+    check_adapters_and_layouts(options("poet", max_sp=4, max_pp=4))
+    check_adapters_and_layouts(options(enable_lora=False, share_weights=4))
+    with pytest.raises(UserError, match=r"^--share-weights 4: it must be 1 with --enable-lora$"):
+        check_adapters_and_layouts(options("poet", share_weights=4))
 
 
 @pytest.mark.parametrize(
