@@ -24,8 +24,9 @@ once. It takes the layout that a look ahead finds best among those with this gro
 the request.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from shoal.policies.adaptive_memory import Memory
 from shoal.policies.candidates import candidates_of, widest_size
@@ -68,6 +69,8 @@ LEAST_SECONDS = 0.5
 """Least time between two switches, unless the present units are too small for a request."""
 LOOK_SECONDS = 0.25
 """How often the policy looks ahead, which takes as long as many judgements."""
+LOST_SECONDS = 10.0
+"""After such a time without findings, a look ahead that goes on in another thread has failed."""
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -102,6 +105,7 @@ def _layout_plan(snapshot: Snapshot, model: StepPredictor, needed: int, lane: Un
         memory = memory.watched(snapshot, model, lane)
         return _forced(snapshot, memory, SwitchCosts(snapshot, model), needed, lane)
     is_due = snapshot.now - memory.judged_at >= WATCH_SECONDS * _slowdown(snapshot)
+    is_due |= _ahead_of(snapshot, memory) is not None
     if not is_due and memory.hindsight is not None:
         return Plan(memory=memory)
     first = None if memory.age else _first_partition(snapshot, model)
@@ -120,8 +124,8 @@ def _forced(
     The arguments are those of ``_by_hindsight``.
     """
     able = candidates_of(snapshot, needed, lane)
-    ahead = _foreseen(able, memory, costs)
-    target = max(ahead, key=ahead.__getitem__, default=snapshot.partition)
+    gains = _look(able, memory, costs)().gains
+    target = max(gains, key=gains.__getitem__, default=snapshot.partition)
     if target == snapshot.partition:
         return Plan(memory=memory)
     is_long = widest_size(snapshot.partition) < needed
@@ -142,10 +146,18 @@ def _by_hindsight(
         lane: see ``_layout_plan``.
     """
     books = _balanced(snapshot, costs, memory)
-    near = [c for c in books.near(snapshot) if widest_size(c) >= needed]
-    best = None
+    ahead = _ahead_of(snapshot, memory)
+    near = [] if ahead else [c for c in books.near(snapshot) if widest_size(c) >= needed]
     if near:
-        best, books = _looked_ahead(snapshot, costs, books, near)
+        look = _look(near, memory, costs, memory.surges.lasting(snapshot.now))
+        books = books.looking(snapshot.now)
+        if snapshot.can_study:
+            return Plan(memory=books.memory, verdicts=books.verdicts, study=look)
+        ahead = look()
+    best = None
+    if ahead:
+        able = {c: seconds for c, seconds in ahead.gains.items() if widest_size(c) >= needed}
+        best, books = books.after(able)
     if best is None:
         return Plan(memory=books.memory, verdicts=books.verdicts)
     loss = costs.loss(best, requests_lately(snapshot))
@@ -188,6 +200,8 @@ class _Books:
         """Return the candidates for which it is time to look ahead."""
         surges, now = self.memory.surges, snapshot.now
         pause = surges.pause(now) if surges.lasting(now) else LOOK_SECONDS
+        if self.memory.is_looking:
+            pause = LOST_SECONDS
         has_paused = now - self.memory.looked_at >= pause * _slowdown(snapshot)
         if snapshot.since_switch < LEAST_SECONDS or not has_paused:
             return []
@@ -195,6 +209,28 @@ class _Books:
         if not snapshot.requests:  # a group that nobody is in can be left when a crowd is there
             near = [c for c in near if len(c) < len(snapshot.partition)]
         return near
+
+    def looking(self, now: float) -> "_Books":
+        """Return the books when a look ahead begins now."""
+        return replace(self, memory=replace(self.memory, looked_at=now, is_looking=True))
+
+    def after(self, gains: Mapping[Partition, float]) -> tuple[Partition | None, "_Books"]:
+        """Return to which candidate a switch pays, if to any, and the books after a look ahead.
+
+        Args:
+            gains: the seconds of requests that a switch to each of some partitions will save.
+        """
+        known = {c: seconds for c, seconds in gains.items() if c in self.accounts}
+        worth = {c: seconds - self.accounts[c].unpaid for c, seconds in known.items()}
+        best = max(worth, key=worth.__getitem__, default=None)
+        pays = best is not None and worth[best] > 0.0
+        agreed = best if pays else None
+        memory = replace(
+            self.memory, foreseen=tuple(known.items()), agreed=agreed, is_looking=False
+        )
+        is_urgent = agreed is not None and len(agreed) >= len(_hindsight_of(self.memory).here)
+        is_sure = is_urgent or self.memory.agreed == agreed
+        return (agreed if is_sure else None), replace(self, memory=memory)
 
     def _may_leave_for(self, candidate: Partition) -> bool:
         """Return whether a surge suffices as a reason to look ahead to this one."""
@@ -278,42 +314,50 @@ def _with_losers_restarted(
     return replace(memory, hindsight=hindsight, past_regrets=tuple(past.items()))
 
 
-def _foreseen(
+class _Ahead(NamedTuple):
+    """What a look ahead has found."""
+
+    at: float
+    """When it began, seconds."""
+    here: Partition
+    """The partition of the node then."""
+    gains: Mapping[Partition, float]
+    """The seconds of requests that a switch to each of some partitions will save."""
+
+
+def _look(
     candidates: Iterable[Partition], memory: Memory, costs: SwitchCosts, lasting: Lasting = ()
-) -> dict[Partition, float]:
-    """Return the seconds of requests that a switch to each of some candidates will save.
+) -> Callable[[], _Ahead]:
+    """Return a look ahead to some candidates, which may be done in another thread.
 
     With targets no look is far. Of the loads with targets far looks changed only one, and made it
     worse (docs/benchmarks/policies.md).
     """
-    far = not costs.snapshot.targets
-    foresight = Foresight(_hindsight_of(memory), lasting, costs.empty_caches(), far=far)
-    return {one: foresight.gain(one, costs.stop_seconds(one)) for one in candidates}
+    hindsight, snapshot = _hindsight_of(memory), costs.snapshot
+    caches, far = costs.empty_caches(), not snapshot.targets
+    stops = {one: costs.stop_seconds(one) for one in candidates}
+
+    def look() -> _Ahead:
+        foresight = Foresight(hindsight, lasting, caches, far=far)
+        gains = {one: foresight.gain(one, stop) for one, stop in stops.items()}
+        return _Ahead(snapshot.now, snapshot.partition, gains)
+
+    return look
+
+
+def _ahead_of(snapshot: Snapshot, memory: Memory) -> _Ahead | None:
+    """Return what the look has found that went on in another thread; None if it is not done."""
+    found = snapshot.findings
+    if not memory.is_looking or not isinstance(found, _Ahead) or found.at != memory.looked_at:
+        return None
+    # What it says of another partition than the present one is of no use.
+    return found if found.here == snapshot.partition else found._replace(gains={})
 
 
 def _hindsight_of(memory: Memory) -> Hindsight:
     """Return the shadows of a memory that has watched the node."""
     assert memory.hindsight is not None
     return memory.hindsight
-
-
-def _looked_ahead(
-    snapshot: Snapshot, costs: SwitchCosts, books: _Books, near: Iterable[Partition]
-) -> tuple[Partition | None, _Books]:
-    """Return to which of some candidates a switch pays, if to any, and the books after that."""
-    memory = books.memory
-    ahead = _foreseen(near, memory, costs, memory.surges.lasting(snapshot.now))
-    worth = {c: seconds - books.accounts[c].unpaid for c, seconds in ahead.items()}
-    best = max(worth, key=worth.__getitem__)
-    pays = worth[best] > 0.0
-    is_sure = len(best) >= len(snapshot.partition) or memory.agreed == best
-    memory = replace(
-        memory,
-        looked_at=snapshot.now,
-        foreseen=tuple(ahead.items()),
-        agreed=best if pays else None,
-    )
-    return (best if pays and is_sure else None), replace(books, memory=memory)
 
 
 def _first_partition(snapshot: Snapshot, model: StepPredictor) -> Partition | None:

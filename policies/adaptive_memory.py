@@ -57,7 +57,9 @@ class Memory:
     went_wider: bool | None = None
     """Whether the last switch went to fewer and wider units; None: there was none."""
     looked_at: float = -math.inf
-    """When the policy last looked ahead, seconds."""
+    """When the policy last began to look ahead, seconds."""
+    is_looking: bool = False
+    """Whether that look goes on beside the controller's work."""
     foreseen: tuple[tuple[Partition, float], ...] = ()
     """The seconds of requests that a switch to each of these would save, by that look."""
     agreed: Partition | None = None

@@ -1,5 +1,6 @@
 """The frozen plan that a policy returns, and the check that it can be carried out."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
@@ -82,6 +83,10 @@ class Plan:
     time between two units."""
     verdicts: tuple[Verdict, ...] = ()
     """What the policy thinks of other layouts, if it has judged them; empty: what it last said."""
+    study: Callable[[], object] | None = None
+    """Work that takes long. The controller does it in another thread, while it sends requests to
+    units, if ``Snapshot.can_study``. What it returns are the next snapshots' ``findings``. It must
+    not change anything, and takes the place of an earlier study."""
 
     @property
     def level(self) -> Level | None:

@@ -349,6 +349,10 @@ class Snapshot:
     """Most tokens of a step; 0: unknown."""
     memory: object = None
     """What the policy's last plan noted (``Plan.memory``); None before its first plan."""
+    can_study: bool = False
+    """Whether the controller does what a plan asks for beside its own work (``Plan.study``)."""
+    findings: object = None
+    """What the latest study has found; None: it goes on, or it failed, or there was none."""
 
     @property
     def level(self) -> Level:

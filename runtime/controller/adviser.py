@@ -9,6 +9,7 @@ from shoal.policies.values.plan import Plan, PlanError, Policy, Verdict, check_p
 from shoal.policies.values.snapshot import Snapshot
 from shoal.runtime.clock import Clock
 from shoal.runtime.controller.books.statistics import Statistics
+from shoal.runtime.controller.studies import Studies
 
 log = logging.getLogger("shoal.controller")
 
@@ -24,6 +25,7 @@ class Adviser:
         policy: name of the first policy.
         statistics: counts decisions.
         clock: monotonic seconds.
+        studies: does what plans ask for beside the controller's work.
         followers: called with the policy, now and after every change.
 
     Raises:
@@ -35,10 +37,12 @@ class Adviser:
         policy: str,
         statistics: Statistics,
         clock: Clock,
+        studies: Studies,
         followers: Sequence[Callable[[Policy], None]],
     ) -> None:
         self._statistics = statistics
         self._clock = clock
+        self._studies = studies
         self._followers = followers
         self.policy: Policy
         self._take(policy)
@@ -55,6 +59,7 @@ class Adviser:
     def _take(self, policy: str) -> None:
         self.policy = get_policy(policy)
         self._memory: object = None
+        self._studies.forget()
         self.verdicts: tuple[Verdict, ...] = ()
         for follow in self._followers:
             follow(self.policy)
@@ -63,7 +68,7 @@ class Adviser:
         """Return the policy's plan, or a plan that changes nothing if the policy's is unusable."""
         began = self._clock()
         try:
-            plan = self.policy.plan(replace(snapshot, memory=self._memory))
+            plan = self.policy.plan(self._with_own(snapshot))
             check_plan(plan, snapshot)
         except PlanError as error:
             log.error("policy %s: invalid plan: %s", self.policy.name, error)
@@ -73,8 +78,15 @@ class Adviser:
         else:
             self._memory = plan.memory
             self.verdicts = plan.verdicts or self.verdicts
+            if plan.study is not None:
+                self._studies.begin(plan.study)
             return plan
         finally:
             self._statistics.decisions.observe(self._clock() - began)
         self._statistics.policy_errors.add()
         return Plan()
+
+    def _with_own(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with what is the policy's own."""
+        can_study, findings = self._studies.can_study, self._studies.findings()
+        return replace(snapshot, memory=self._memory, can_study=can_study, findings=findings)

@@ -6,6 +6,7 @@ and the supervisor, and the engines' reports. After each batch the loop asks the
 
 import logging
 import time
+from concurrent.futures import Executor
 from dataclasses import replace
 
 import msgspec
@@ -37,6 +38,7 @@ from shoal.runtime.controller.requests.closing import Closing
 from shoal.runtime.controller.requests.dispatcher import Dispatcher
 from shoal.runtime.controller.requests.pauses import Pauses
 from shoal.runtime.controller.share_levels import ShareLevels
+from shoal.runtime.controller.studies import Studies
 from shoal.runtime.controller.switching.carries import Carries
 from shoal.runtime.controller.switching.shift_threshold import Shifting
 from shoal.runtime.controller.utility_calls import UtilityCalls
@@ -59,6 +61,7 @@ class Controller:
         transport: carries messages to and from all other processes.
         clock: monotonic seconds; injected so that tests control it.
         wall: seconds since the epoch, for people to read.
+        thread: does long work of the policy beside the loop (``Studies``); None: the loop does it.
 
     Raises:
         UnknownPolicyError: ``config.policy`` names no policy.
@@ -72,6 +75,7 @@ class Controller:
         *,
         clock: Clock = monotonic,
         wall: Clock = time.time,
+        thread: Executor | None = None,
     ) -> None:
         env = Environment(config, transport, clock, wall)
         self.books = books = open_books(env)
@@ -114,6 +118,7 @@ class Controller:
             config.policy,
             books.statistics,
             clock,
+            Studies(thread, books.statistics.policy_errors.add),
             followers=(
                 self._shifting.follow,
                 self._capacity.follow,

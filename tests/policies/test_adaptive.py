@@ -32,10 +32,17 @@ LOOSE, TIGHT = Target(0, 5.0, 0.1), Target(0, 5.0, 0.012)
 URGENT, REST = Target(-1, 0.5, 0.013), Target(0, 1.0, 0.035)
 
 
-def asked_for(seen: Snapshot, seconds: float) -> Iterator[Plan]:
-    """Ask about the same load again and again; yield the plans until one wants a switch."""
+def asked_for(seen: Snapshot, seconds: float, begin: int = 0) -> Iterator[Plan]:
+    """Ask about the same load again and again; yield the plans until one wants a switch.
+
+    Args:
+        seen: the node at first. What a plan wants to be studied is known when the policy is asked
+            next.
+        seconds: for so long.
+        begin: number of the first question; each comes ``WATCH_SECONDS`` after the one before it.
+    """
     rate, prompt = seen.arrival_rate, round(seen.prompt_tokens)
-    for k in range(round(seconds / WATCH_SECONDS)):
+    for k in range(begin, begin + round(seconds / WATCH_SECONDS)):
         now = k * WATCH_SECONDS
         come = range(int(rate * (now - WATCH_SECONDS)), int(rate * now)) if k else ()
         arrived = tuple(request(f"r{n}", prompt=prompt, arrival=now) for n in come)
@@ -43,7 +50,8 @@ def asked_for(seen: Snapshot, seconds: float) -> Iterator[Plan]:
         yield plan
         if plan.target is not None:
             return
-        seen = replace(seen, memory=plan.memory)
+        findings = seen.findings if plan.study is None else plan.study()
+        seen = replace(seen, memory=plan.memory, findings=findings)
 
 
 def wanted(seen: Snapshot, seconds: float = 5.0) -> Partition:
@@ -133,6 +141,44 @@ def test_a_switch_to_wider_units_must_be_foreseen_to_pay_twice(
     crowd, quiet = node(TP, {0: 30}, rate=10.0), node(FOURS, {0: 1}, rate=2.0)
     assert wanted(chats(crowd if here == TP else quiet), 80.0) == there
     assert len(looked) == looks
+
+
+STUDIED = replace(CROWD, can_study=True)
+
+
+def test_looks_beside_the_controllers_work_lead_to_the_same_layout() -> None:
+    plans = list(asked_for(STUDIED, 5.0))
+    assert plans[-1].target == wanted(CROWD)
+    assert plans[-2].study is not None
+    assert [plan.study for plan in plans if plan.target] == [None]
+
+
+def first_look(seen: Snapshot, seconds: float, begin: int = 0) -> tuple[int, Plan] | None:
+    """Return the number of the first question that makes the policy look ahead, and the plan."""
+    plans = enumerate(asked_for(seen, seconds, begin), begin)
+    return next(((k, plan) for k, plan in plans if plan.study is not None), None)
+
+
+def test_there_is_one_look_at_a_time_and_one_that_never_ends_is_given_up() -> None:
+    found = first_look(STUDIED, 5.0)
+    assert found is not None
+    looked, plan = found
+    looks = replace(STUDIED, memory=plan.memory)
+    assert first_look(looks, adaptive.LOST_SECONDS - WATCH_SECONDS, looked + 1) is None
+    assert first_look(looks, adaptive.LOST_SECONDS + 5.0, looked + 1) is not None
+
+
+def test_findings_about_another_partition_are_dropped() -> None:
+    found = first_look(STUDIED, 5.0)
+    assert found is not None
+    looked, plan = found
+    assert plan.study is not None
+    elsewhere = replace(chats(node(FOURS, {0: 50}, rate=80.0)), can_study=True)
+    elsewhere = replace(elsewhere, now=(looked + 1) * WATCH_SECONDS, memory=plan.memory)
+    after = ADAPTIVE.plan(replace(elsewhere, findings=plan.study()))
+    assert after.target is None
+    assert isinstance(after.memory, Memory)
+    assert (after.memory.is_looking, after.memory.foreseen) == (False, ())
 
 
 def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ left to do. Time is a ``ManualClock``.
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ class LoopbackNode:
         seed: order of arrivals and turns; None delivers at once and in order.
         clock: the node's; None: one that moves only when it is told to.
         step_times: how long steps take; None: the settings say it.
+        thread: does long work of the policy; None: the controller's loop does it.
         limits: further fields of ``NodeConfig``.
     """
 
@@ -112,6 +114,7 @@ class LoopbackNode:
         faults: dict[int, Faults] | None = None,
         clock: ManualClock | None = None,
         step_times: StepTimes | None = None,
+        thread: Executor | None = None,
         **limits: Any,
     ) -> None:
         self.rng = random.Random(seed)
@@ -128,7 +131,11 @@ class LoopbackNode:
         )
         self.network = LoopbackNetwork(self.rng if seed is not None else None)
         self.controller = Controller(
-            self.config, self.network.controller, clock=self.clock, wall=self.clock
+            self.config,
+            self.network.controller,
+            clock=self.clock,
+            wall=self.clock,
+            thread=thread,
         )
         self.incarnations = dict.fromkeys(range(engines), 0)
         self.backends: dict[int, FakeBackend] = {}
