@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import cycle
 from types import TracebackType
 from typing import NamedTuple, Self
+from urllib.parse import quote
 
 import aiohttp
 
@@ -73,7 +74,7 @@ class LineSender:
         base_url: what comes before the path of a line.
         sockets: Unix sockets of the front ends; none: the server is reached over TCP.
         headers: sent with every request.
-        owner_header: the header that says whose line it is; None: nothing says it.
+        owner_header: the header that says whose line it is, percent-encoded; None: nothing says it.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class LineSender:
         """
         headers = self._headers
         if self._owner_header is not None:
-            headers = {**headers, self._owner_header: owner}
+            headers = {**headers, self._owner_header: quote(owner)}
         return await self._ask("POST", line.url, headers, bytes(line.body))
 
     async def get(self, path: str) -> Answer:

@@ -9,6 +9,7 @@ import json
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from urllib.parse import unquote
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -18,6 +19,8 @@ from shoal.runtime.protocol.controller_client import CallError, ControlClient
 from shoal.server.gate.middleware import BATCH_OWNER
 
 OWNER_HEADER = "x-shoal-batch-owner"
+"""The header that says for whom the worker asks, percent-encoded: a name may have any characters.
+"""
 RUNNING_PATH = "/running"
 COUNTED_STATES = {"running", "parked"}
 """Labels of ``shoal_engine_requests``: those that wait in the host's memory make room for others.
@@ -54,7 +57,7 @@ class WorkerDoor:
             await (await self._busy())(scope, receive, send)
             return
         if scope["type"] == "http":
-            owner = Headers(scope=scope).get(OWNER_HEADER, "")
+            owner = unquote(Headers(scope=scope).get(OWNER_HEADER, ""))
             scope = {**scope, BATCH_OWNER: owner}
         await self._app(scope, receive, send)
 
