@@ -9,7 +9,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import IO
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError, MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
@@ -162,19 +162,22 @@ def _parser(headers: Headers, form: _Form) -> MultipartParser:
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
         raise UploadError("the body must be multipart/form-data with a boundary")
-    return MultipartParser(
-        boundary,
-        {
-            "on_part_begin": form.begin_part,
-            "on_header_field": form.header_name,
-            "on_header_value": form.header_value,
-            "on_header_end": form.end_header,
-            "on_headers_finished": form.end_headers,
-            "on_part_data": form.part_data,
-            "on_part_end": form.end_part,
-            "on_end": form.end,
-        },
-    )
+    try:
+        return MultipartParser(
+            boundary,
+            {
+                "on_part_begin": form.begin_part,
+                "on_header_field": form.header_name,
+                "on_header_value": form.header_value,
+                "on_header_end": form.end_header,
+                "on_headers_finished": form.end_headers,
+                "on_part_data": form.part_data,
+                "on_part_end": form.end_part,
+                "on_end": form.end,
+            },
+        )
+    except FormParserError:
+        raise UploadError("the boundary of the multipart form is too long") from None
 
 
 def _write(file: IO[bytes], form: _Form, *, last: bool = False) -> None:

@@ -371,7 +371,10 @@ def test_a_wrong_upload_is_refused(
     assert list((node.temporary / "store" / "incoming").iterdir()) == []
 
 
-@pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data"])
+@pytest.mark.parametrize(
+    "content_type",
+    ["application/json", "multipart/form-data", f"multipart/form-data; boundary={'x' * 300}"],
+)
 def test_an_upload_that_is_no_form_is_refused(node: ServedNode, content_type: str) -> None:
     headers = {"Authorization": "Bearer one", "Content-Type": content_type}
     response = httpx.post(f"{node.url}/v1/files", headers=headers, content=b"{}", timeout=120)
