@@ -7,6 +7,7 @@ result of that into the answer.
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
@@ -34,12 +35,12 @@ _CHAT_ERROR = 'data: {"error"'
 
 
 def check_messages(body: bytes, bounds: Bounds) -> dict[str, Any]:
-    """Check the body of a route of the Messages API, and return its content.
+    """Check the body of a route of the Messages API, which takes no images, and return its content.
 
     Raises:
         BoundsError: see ``check_body``.
     """
-    return check_body(body, bounds, _CHECKS)
+    return check_body(body, replace(bounds, images=False), _CHECKS)
 
 
 def _messages(param: str, value: Any, bounds: Bounds) -> None:

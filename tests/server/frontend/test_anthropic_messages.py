@@ -263,6 +263,13 @@ def test_what_is_not_served_is_refused_by_its_name(param: str, fields: dict[str,
     assert refused.value.param == param
 
 
+def test_what_would_be_an_image_in_a_chat_is_text_here() -> None:
+    bounds = replace(DEFAULTS, prompt_tokens=1, images=True)
+    body = json.dumps({"messages": [said({"type": "image_url"}), "x" * 40]}).encode()
+    with pytest.raises(BoundsError, match="characters"):
+        check_messages(body, bounds)
+
+
 # --- errors ---
 
 
