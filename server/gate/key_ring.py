@@ -154,14 +154,14 @@ class KeyRing:
             log.info("read the API keys of %s again", self._file)
 
     def _signature(self) -> tuple[int, ...] | None:
-        """Return values that change when the file is written or replaced; None if it is missing."""
+        """Return values that change with the file, its owner or its mode; None if there is none."""
         if self._file is None:
             return None
         try:
             status = self._file.stat()
         except OSError:
             return None
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
 
 
 def _read(path: Path) -> tuple[ApiKey, ...]:

@@ -1,3 +1,4 @@
+import errno
 import json
 import logging
 import os
@@ -174,6 +175,37 @@ def test_a_link_that_points_elsewhere_is_a_change(tmp_path: Path) -> None:
     os.utime(other, ns=(0, (tmp_path / "one").stat().st_mtime_ns))
     link.unlink()
     link.symlink_to(other)
+    clock.advance(1)
+    assert ring.find("new") is not None
+    assert ring.find("old") is None
+
+
+def test_a_change_that_leaves_size_and_time_as_they_were_is_seen(tmp_path: Path) -> None:
+    path, clock = written(tmp_path, entries("old")), ManualClock()
+    before = path.stat().st_mtime_ns
+    ring = KeyRing((), path, clock)
+    written(tmp_path, entries("new"))
+    os.utime(path, ns=(before, before))  # as `cp --preserve` and `rsync --times` do
+    clock.advance(1)
+    assert ring.find("new") is not None
+    assert ring.find("old") is None
+
+
+def test_a_file_that_could_not_be_read_is_read_once_its_owner_or_mode_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, clock = written(tmp_path, entries("old")), ManualClock()
+    ring = KeyRing((), path, clock)
+    written(tmp_path, entries("new"))
+    with monkeypatch.context() as patch:  # the mode alone stops no superuser
+
+        def refuse(self: Path) -> bytes:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        patch.setattr(Path, "read_bytes", refuse)
+        clock.advance(1)
+        assert ring.find("old") is not None
+    path.chmod(0o400)
     clock.advance(1)
     assert ring.find("new") is not None
     assert ring.find("old") is None
