@@ -45,8 +45,10 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{serve_options[0]}: with --url no server is started")
     if args.url is not None and not args.url.startswith(("http://", "https://")):
         raise UserError(f"--url {args.url}: it must begin with http:// or https://")
-    if args.output_file in (args.input_file, args.error_file):
-        raise UserError(f"-o {args.output_file}: it must be a file of its own")
+    named = filter(None, (args.input_file, args.output_file, args.error_file))
+    files = [path.resolve() for path in named]
+    if len(set(files)) < len(files):
+        raise UserError("-i, -o and -e: each must be a file of its own")
     with _progress() as show:
         job = FileJob(args.input_file, args.output_file, args.error_file, show)
         job.prepare()
@@ -76,7 +78,7 @@ def _run(args: Namespace, serve_options: Sequence[str], job: FileJob) -> None:
 async def _work(
     url: str, headers: dict[str, str], job: FileJob, is_alive: Callable[[], bool]
 ) -> None:
-    async with LineSender(url.removesuffix("/v1"), headers=headers) as sender:
+    async with LineSender(url.rstrip("/").removesuffix("/v1"), headers=headers) as sender:
         try:
             # Later on, lines are sent again until the server is back; now the address may be wrong.
             await sender.get("/health")

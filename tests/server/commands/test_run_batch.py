@@ -122,6 +122,34 @@ def test_a_server_is_started_for_the_job_and_ended_after_it(
     assert list(private.glob("shoal-*")) == [], "the node has cleaned up after itself"
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("-o", "in.jsonl"), ("-o", "./sub/../in.jsonl"), ("-e", "in.jsonl"), ("-e", "out.jsonl")],
+)
+def test_no_results_take_the_place_of_the_input_or_of_other_results(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, option: str
+) -> None:
+    (tmp_path / "sub").mkdir()
+    command = ["run-batch", *paths(tmp_path, [line("a")]), name, str(tmp_path) + "/" + option]
+    assert cli.main([*command, "--url", "http://127.0.0.1:1"]) == 2
+    assert "each must be a file of its own" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+async def test_a_url_may_end_as_that_of_a_client_does(tmp_path: Path, suffix: str) -> None:
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.json_response({})
+
+    async with stand_in() as server:
+        server.answer = answer
+        command = ["run-batch", *paths(tmp_path, [line("a")]), "--url", server.url + suffix]
+        assert await asyncio.to_thread(cli.main, command) == 0
+    assert "/v1/chat/completions" in asked
+
+
 def test_a_server_that_does_not_start_is_named(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
