@@ -54,13 +54,13 @@ class Streams:
             if now - stream.sent_at >= QUIET_SECONDS and not stream.is_sending:
                 stream.is_sending, stream.sent_at = True, now
                 # Not awaited here: a client that reads nothing must not hold up the others.
-                self._comments.add(comment := asyncio.ensure_future(_comment(stream)))
+                self._comments.add(comment := asyncio.ensure_future(self._comment(stream)))
                 comment.add_done_callback(self._comments.discard)
 
-
-async def _comment(stream: _Stream) -> None:
-    await stream.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
-    stream.is_sending = False
+    async def _comment(self, stream: _Stream) -> None:
+        if stream in self.open:  # it may have ended before this task began
+            await stream.send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            stream.is_sending = False
 
 
 class KeepAliveMiddleware:

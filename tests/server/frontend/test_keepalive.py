@@ -112,6 +112,16 @@ async def test_a_client_that_takes_nothing_has_one_comment_on_its_way_and_holds_
     assert await served.run(be_quiet) == [EVENT, COMMENT, EVENT]
 
 
+async def test_a_stream_that_ends_just_then_sends_none_after_its_end() -> None:
+    served = Served()
+
+    async def be_quiet() -> None:
+        served.clock.advance(QUIET_SECONDS)
+        served.streams.keep_alive()
+
+    assert await served.run(be_quiet) == [EVENT, EVENT]
+
+
 async def test_a_stream_that_is_cut_is_forgotten() -> None:
     served = Served()
 
