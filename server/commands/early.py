@@ -35,7 +35,7 @@ VLLM_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "--api-server-count": {
         "type": int,
         "metavar": "N",
-        "help": "front ends (default: as many as engines on GPUs, else 1)",
+        "help": "front ends (default: one or two for each engine on GPUs, else 1)",
     },
     "--ssl-keyfile": {"metavar": "FILE", "help": "key of the certificate"},
     "--ssl-certfile": {"metavar": "FILE", "help": "certificate, to serve HTTPS"},

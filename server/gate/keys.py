@@ -21,7 +21,7 @@ class ApiKey(msgspec.Struct, frozen=True):
     max_held_bytes: int | None = None
     """Bytes that its requests on the node may have together."""
     max_concurrent: int | None = None
-    """Its HTTP requests that may be in progress."""
+    """Its POSTs that may be in progress."""
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     """Tokens of prompts and of answers."""
