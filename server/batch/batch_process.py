@@ -66,7 +66,7 @@ class BatchProcess:
                 models=frozenset(self.models),
                 most_lines=self.limits.lines,
                 line_bytes=self.line_bytes,
-                most_waiting=max(1, self.most_waiting // 2),
+                most_waiting=max(1, self.most_waiting // 4),
                 keep_seconds=self.limits.keep_days * DAY_SECONDS,
             )
             await BatchWorker(store, sender.send, running, limits).work()

@@ -170,7 +170,7 @@ def _helpers(args: Namespace, config: NodeConfig) -> Mapping[str, Target]:
             ],
             limits=batch_limits(args),
             line_bytes=args.max_body_bytes,
-            most_waiting=args.max_waiting_requests // 2,
+            most_waiting=args.max_waiting_requests,
         )
     }
 
