@@ -121,8 +121,8 @@ def _add_layout_options(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="most pipeline stages of a group; above 1, operators may ask for groups with stages; "
-        "no policy does (default: %(default)s)",
+        help="most pipeline stages of a group; above 1, operators may ask for groups with stages, "
+        "and so does --policy batch (default: %(default)s)",
     )
     add_experts_option(group)
     add_policy_option(group)
