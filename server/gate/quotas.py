@@ -23,9 +23,10 @@ class OverLimit:
 
 
 class Allowance:
-    """Units per minute, which refill evenly up to a minute's worth, and may be overdrawn.
+    """Units per minute, which refill evenly up to a minute's worth, or to one unit if that is more.
 
-    This is the generic cell rate algorithm: its only state is the time at which it is full again.
+    They may be overdrawn. This is the generic cell rate algorithm: its only state is the time at
+    which it is full again.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,8 @@ class Allowance:
 
     def wait(self, per_minute: float, now: float) -> float:
         """Return the seconds until one unit is available; 0 if one is available now."""
-        return max(0.0, self._full_at - now + _MINUTE / per_minute - _MINUTE)
+        saved = max(0.0, _MINUTE - _MINUTE / per_minute)
+        return max(0.0, self._full_at - now - saved)
 
     def spend(self, units: int, per_minute: float, now: float) -> None:
         """Take units, whether they are available or not."""

@@ -30,6 +30,17 @@ def test_an_overdrawn_allowance_is_closed_until_it_is_paid_back() -> None:
     assert allowance.wait(100, 121.0) == 0
 
 
+def test_a_share_of_less_than_one_a_minute_fills_as_fast_as_it_says() -> None:
+    clock = ManualClock()
+    quota = Quota(shares=4, clock=clock)
+    limited = key(requests_per_minute=1)
+    assert quota.over(limited) is None
+    for _ in range(3):
+        assert quota.over(limited) == OverLimit("caller may use 1 requests a minute, and has", 240)
+        clock.advance(240)
+        assert quota.over(limited) is None
+
+
 def test_no_limit_is_never_reached() -> None:
     quota = Quota()
     assert all(quota.over(key()) is None for _ in range(1000))
