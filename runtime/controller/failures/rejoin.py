@@ -138,6 +138,8 @@ class Rejoin:
         """Note that an engine's processes were restarted; return what they have already sent."""
         self._engines.restart(message.engine, message.incarnation)
         self._requests.forget_cores(message.engine)
+        # It may have died again before it was taken in: it is not ready any more.
+        self._back.pop(message.engine, None)
         self._transport.meet(message.engine, message.incarnation)
         early, self._early = self._early, []
         return early

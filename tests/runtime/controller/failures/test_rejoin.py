@@ -207,6 +207,27 @@ def test_an_engine_that_is_up_before_its_restart_is_known_waits_for_it(node: Loo
     assert state(node, 1) is EngineState.SERVING
 
 
+def test_an_engine_that_was_ready_and_died_again_is_back_only_when_it_is_ready_again(
+    node: LoopbackNode,
+) -> None:
+    node.hung.add(0)
+    node.call(m.AuditNode)  # no engine comes back before engine 0 has answered
+    kill(node, 1)
+    node.restart(1)
+    node.settle()
+    assert state(node, 1) is EngineState.STARTING
+    kill(node, 1)
+    node.restart(1)
+    sender = Channel.ENGINE, engine_identity(1, 2)
+    ready = node.network.to_controller.pop(sender)
+    node.hung.clear()
+    node.settle()
+    assert state(node, 1) is EngineState.STARTING
+    node.network.to_controller[sender] = ready
+    node.settle()
+    assert state(node, 1) is EngineState.SERVING
+
+
 def test_an_engine_is_back_only_when_no_lease_has_blocks_of_its_former_life(
     node: LoopbackNode,
 ) -> None:
