@@ -27,8 +27,9 @@ class Pulse:
         self._clock = env.clock
         self._engines = engines
         self._checked_at = env.clock()
-        self._unanswered: dict[int, int] = {}
-        """The number of unanswered pings, by engine."""
+        self._unanswered: dict[tuple[int, int], int] = {}
+        """The number of unanswered pings, by engine and incarnation: an engine that is back does
+        not owe the answers of its former life."""
 
     @property
     def deadline(self) -> float | None:
@@ -37,7 +38,7 @@ class Pulse:
 
     def feel(self, engine: int) -> None:
         """Take an engine's answer."""
-        self._unanswered.pop(engine, None)
+        self._unanswered.pop(self._life(engine), None)
 
     def check(self) -> Iterator[tuple[int, str]]:
         """Ping every engine if a ping is due; yield the engines that are given up, and why."""
@@ -45,12 +46,15 @@ class Pulse:
         if due is None or now < due:
             return
         self._checked_at = now
-        alive = self._engines.in_state(EngineState.SERVING, EngineState.SILENT)
-        self._unanswered = {e: n for e, n in self._unanswered.items() if e in alive}
-        for engine in sorted(alive):
-            asked = self._unanswered.get(engine, 0)
-            if asked >= PINGS:
+        numbers = sorted(self._engines.in_state(EngineState.SERVING, EngineState.SILENT))
+        alive = {engine: self._life(engine) for engine in numbers}
+        self._unanswered = {life: self._unanswered.get(life, 0) for life in alive.values()}
+        for engine, life in alive.items():
+            if self._unanswered[life] >= PINGS:
                 yield engine, f"engine {engine} did not answer for {self._timeout:g} s"
                 continue
-            self._unanswered[engine] = asked + 1
+            self._unanswered[life] += 1
             self._transport.to_engine(engine, m.Ping())
+
+    def _life(self, engine: int) -> tuple[int, int]:
+        return engine, self._engines[engine].incarnation

@@ -65,6 +65,21 @@ def test_a_break_of_the_controller_is_not_held_against_engines() -> None:
     assert dead(node) == frozenset()
 
 
+def test_one_that_is_back_has_all_of_its_time_again() -> None:
+    node = LoopbackNode(2, engine_timeout_seconds=TIMEOUT, restart_limit=3)
+    node.settle()
+    node.hung = {0}
+    while dead(node) == frozenset():
+        node.run_for(0.1, tick=0.1)
+    node.restart(0)
+    node.settle()
+    node.hung = {0}
+    node.run_for(TIMEOUT - 1.0, tick=0.5)
+    assert dead(node) == frozenset()
+    node.run_for(2.5, tick=0.5)
+    assert dead(node) == {0}
+
+
 def test_without_a_timeout_nobody_is_asked() -> None:
     node = started(None)
     node.hung = {0}
