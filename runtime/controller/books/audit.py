@@ -57,9 +57,9 @@ class Audit:
 
     def answer(self, message: m.Integrity) -> None:
         """Compare an engine's answer with what the books expect."""
-        expected = self._expected.pop(message.engine, None)
-        if expected is None or message.call != self.call:
+        if message.call != self.call or message.engine not in self._expected:
             return
+        expected = self._expected.pop(message.engine)
         self.problems += message.problems
         name = f"engine {message.engine}"
         wrong = expected.lent.symmetric_difference(message.lent)

@@ -4,6 +4,7 @@ import pytest
 
 from shoal.policies.values.layouts import tensor_parallel
 from shoal.runtime.protocol import messages as m
+from shoal.runtime.protocol.transport import Channel, engine_identity
 from tests.runtime.loopback_node import LoopbackNode
 
 
@@ -26,6 +27,23 @@ def begin_to_form(node: LoopbackNode) -> None:
 def test_audit_names_an_engine_that_does_not_answer(node: LoopbackNode) -> None:
     node.hung = {1}
     call = node.call(m.AuditNode)
+    node.settle()
+    assert node.reply(call) is None
+    node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
+    reply = node.reply(call)
+    assert isinstance(reply, m.AuditDone)
+    assert reply.problems == ["engine 1: did not answer the audit"]
+
+
+def test_an_answer_to_an_audit_that_is_over_answers_no_other(node: LoopbackNode) -> None:
+    node.hung = {1}
+    node.call(m.AuditNode)
+    node.settle()
+    node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
+    call = node.call(m.AuditNode)
+    node.controller.turn()
+    late = m.Integrity(call - 1, 1, [], [], [])
+    node.network.post(Channel.ENGINE, engine_identity(1), [m.encode(late)])
     node.settle()
     assert node.reply(call) is None
     node.run_for(node.config.prepare_timeout_seconds, tick=1.0)
