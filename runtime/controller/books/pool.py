@@ -15,6 +15,9 @@ from shoal.runtime.controller.books.request import Request
 _Key = tuple[float, float]
 """A request's rank and serial number. Keys are unique and sort in the order of service."""
 
+SPARE_DEADLINES = 64
+"""Deadlines of requests that have left which may always be kept, so that few are looked through."""
+
 
 class TaskPool:
     """Waiting requests, in the order of service.
@@ -42,7 +45,7 @@ class TaskPool:
         self._keys: dict[str, _Key] = {}
         self._deadlines: dict[str, float] = {}
         self._due: list[tuple[float, str]] = []
-        """A heap of the deadlines. It may include those of requests that have left."""
+        """A heap of the deadlines. About half of them may be of requests that have left."""
         self._callers: Counter[str] = Counter()
         self._tokens = 0
         self.background = 0
@@ -84,6 +87,9 @@ class TaskPool:
         if deadline is not None:
             self._deadlines[request.id] = deadline
             heapq.heappush(self._due, (deadline, request.id))
+            if len(self._due) > 2 * len(self._deadlines) + SPARE_DEADLINES:
+                self._due = [(at, name) for name, at in self._deadlines.items()]
+                heapq.heapify(self._due)
 
     def get(self, request_id: str) -> Request | None:
         """Return a request; None if it is not here."""

@@ -95,6 +95,17 @@ def test_deadlines_expire_in_order_and_only_while_a_request_waits() -> None:
     assert (order(pool), pool.next_deadline) == (["never"], None)
 
 
+def test_deadlines_of_requests_that_have_left_do_not_pile_up_behind_one_that_waits() -> None:
+    pool = TaskPool(AGING)
+    pool.add(request("waits"), deadline=5.0)
+    for number in range(1000):
+        pool.add(request(f"left-{number}"), deadline=10.0**9)
+        pool.remove(f"left-{number}")
+    assert len(pool._due) < 100
+    pool.add(request("soon"), deadline=3.0)
+    assert [r.id for r in pool.take_expired(6.0)] == ["soon", "waits"]
+
+
 def test_a_request_that_comes_back_has_no_deadline_any_more() -> None:
     pool = TaskPool(AGING)
     pool.add(request("a"), deadline=3.0)
