@@ -7,6 +7,9 @@ from shoal.runtime.controller.books.prefix_book import PrefixBook
 from shoal.runtime.controller.books.request import Request
 from shoal.runtime.latest import Latest
 
+MOST_BYTES = 16
+"""Bytes of a request that is remembered, for each token of its prompt, which itself has 3 to 5."""
+
 
 class EndedRequests:
     """The latest requests that have ended, by their last unit.
@@ -25,11 +28,12 @@ class EndedRequests:
         """Note that a request has ended on a unit, which has its prompt in its cache.
 
         An earlier request whose whole prompt this one begins with is forgotten: the last turn of a
-        chat has all of the turns before. One that brings images is not remembered, because they
-        take much memory.
+        chat has all of the turns before. One that brings images or a large grammar is not
+        remembered, because they take much memory, and only tokens are counted.
         """
         prompt = request.prompt
-        if not prompt.hashes or not prompt.reads_cache or len(request.frames) > 1:
+        is_large = request.size > MOST_BYTES * request.seen.prompt_tokens
+        if not prompt.hashes or not prompt.reads_cache or len(request.frames) > 1 or is_large:
             return
         known = self._units[unit]
         for stretch in prompt.hashes:
