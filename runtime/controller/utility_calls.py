@@ -1,7 +1,7 @@
 """vLLM's utility calls, which the controller passes on to engines; each gets exactly one answer.
 
-Every engine that serves does what a call asks for, and one of them is asked for the answer. If that
-one dies first, another one is.
+Every engine that serves does what a call asks for, and so does one that is silent, as soon as it
+goes on. One that serves is asked for the answer. If that one dies first, another one is.
 """
 
 import msgspec
@@ -47,7 +47,7 @@ class UtilityCalls:
             self._prefixes.clear()
         self._calls += 1
         asked = self._ask(self._calls, frames)
-        for engine in self._alive():
+        for engine in sorted(self._engines.in_state(EngineState.SERVING, EngineState.SILENT)):
             if engine != asked:
                 self._transport.to_engine(engine, m.Utility(None), frames)
 
@@ -66,17 +66,13 @@ class UtilityCalls:
                 del self._asked[call]
                 self._ask(call, asked.frames)
 
-    def _alive(self) -> list[int]:
-        return sorted(self._engines.in_state(EngineState.SERVING))
-
     def _ask(self, call: int, frames: list[bytes]) -> int | None:
         """Ask one engine for the answer and return it; None: there is none, as the caller hears."""
-        alive = self._alive()
-        if not alive:
+        engine = min(self._engines.in_state(EngineState.SERVING), default=None)
+        if engine is None:
             asked = wire.decode_utility(frames)
             self._answer(frames, [wire.encode_utility_failure(asked.call_id, "no engine is left")])
             return None
-        engine = alive[0]
         self._asked[call] = _Asked(frames, engine, self._engines[engine].incarnation)
         self._transport.to_engine(engine, m.Utility(call), frames)
         return engine

@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.runtime.controller.books.engine_book import EngineState
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.transport import Channel, engine_identity
 from tests.runtime.loopback_node import LoopbackNode
@@ -36,6 +37,21 @@ def test_another_engine_answers_in_the_place_of_one_that_died(returns: bool) -> 
     node.settle()
     (answer,) = node.utilities
     assert (answer.call_id, answer.result) == (7, (None, True))
+
+
+def test_one_that_does_not_answer_does_it_too_when_it_goes_on() -> None:
+    node = LoopbackNode(2)
+    node.settle()
+    node.hung = {1}
+    node.set_layout([0, 1])
+    node.run_for(2 * node.config.prepare_timeout_seconds, tick=1.0)
+    assert node.controller.books.engines[1].state is EngineState.SILENT
+    node.utility("reset_prefix_cache")
+    node.settle()
+    (answer,) = node.utilities
+    assert answer.result == (None, True)
+    told = [m.decode_to_engine(frames[0]) for frames in node.network.to_engines[1]]
+    assert m.Utility(None) in told
 
 
 def test_without_an_engine_the_call_fails() -> None:
