@@ -160,7 +160,9 @@ class Child:
             return self._reported
         code = self._process.exitcode
         if code is not None and code < 0:
-            return f"killed by {signal.Signals(-code).name}"
+            # Most real-time signals have no name.
+            names = {each.value: each.name for each in signal.Signals}
+            return f"killed by {names.get(-code, f'signal {-code}')}"
         return f"ended with exit code {code}"
 
     def terminate(self) -> None:

@@ -54,6 +54,14 @@ def test_what_a_process_has_left_is_killed_when_it_is_found_to_have_ended(tmp_pa
     assert has_ended(helper)
 
 
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (40, "signal 40")])
+def test_the_cause_of_an_end_names_any_signal(tmp_path: Path, number: int, name: str) -> None:
+    child, _ = helped(tmp_path)
+    os.kill(child.pid, number)
+    assert child.join(30.0)
+    assert child.cause == f"killed by {name}"
+
+
 def test_it_is_if_another_process_is_started_before(tmp_path: Path) -> None:
     child, helper = helped(tmp_path)
     os.kill(child.pid, signal.SIGKILL)
