@@ -200,8 +200,13 @@ class MemoryChanges:
         return [e.number for e in found if e.level != self.level and self.level in e.shares.blocks]
 
     def greet(self, engine: int) -> None:
-        """Give an engine that comes back no requests that it could not hold at the node's level."""
-        if self.level != self._start:
+        """Note an engine's KV blocks: its own, or as few as it has at the node's level.
+
+        An engine that comes back may have died at another level.
+        """
+        if self.level == self._start:
+            self._capacity.resized()
+        else:
             self._resize([engine], self.level)
 
     def _begin(

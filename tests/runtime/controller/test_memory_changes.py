@@ -772,6 +772,19 @@ def test_a_change_that_takes_too_long_is_undone(kind: type, seconds: float, text
     assert_shared(node)
 
 
+def test_an_engine_that_died_with_less_kv_and_is_back_with_all_counts_with_all() -> None:
+    node = node_of()
+    before = node.controller.snapshot().layouts
+    change(node, 1)
+    node.kill(1)
+    node.settle()
+    change(node, 2)
+    assert node.controller.snapshot().layouts != before, "it may come back with less"
+    node.restart(1)
+    node.settle()
+    assert node.controller.snapshot().layouts == before
+
+
 def test_an_engine_that_does_not_go_on_with_other_memory_is_lost() -> None:
     node = node_of()
     node.hung.add(1)
