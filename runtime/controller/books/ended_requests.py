@@ -9,6 +9,8 @@ from shoal.runtime.latest import Latest
 
 MOST_BYTES = 16
 """Bytes of a request that is remembered, for each token of its prompt, which itself has 3 to 5."""
+SPARE_BYTES = 4096
+"""So many more may a request have: a usual schema of its answer."""
 
 
 class EndedRequests:
@@ -32,7 +34,7 @@ class EndedRequests:
         remembered, because they take much memory, and only tokens are counted.
         """
         prompt = request.prompt
-        is_large = request.size > MOST_BYTES * request.seen.prompt_tokens
+        is_large = request.size > SPARE_BYTES + MOST_BYTES * request.seen.prompt_tokens
         if not prompt.hashes or not prompt.reads_cache or len(request.frames) > 1 or is_large:
             return
         known = self._units[unit]

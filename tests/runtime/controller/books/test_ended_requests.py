@@ -6,7 +6,7 @@ from msgspec import structs
 from shoal.policies.values.layouts import alone
 from shoal.policies.values.snapshot import NORMAL_PRIORITY, PoolRequest
 from shoal.runtime import latest
-from shoal.runtime.controller.books.ended_requests import MOST_BYTES, EndedRequests
+from shoal.runtime.controller.books.ended_requests import MOST_BYTES, SPARE_BYTES, EndedRequests
 from shoal.runtime.controller.books.prefix_book import PrefixBook
 from shoal.runtime.controller.books.prompt_hashes import NO_HASHES, prompt_hashes
 from shoal.runtime.controller.books.request import Request
@@ -96,7 +96,7 @@ def test_what_was_copied_is_where_it_goes() -> None:
     [
         {"prompt": NO_HASHES},
         {"frames": [b"prompt", b"image"]},
-        {"frames": [bytes(1000 * (MOST_BYTES + 1))]},
+        {"frames": [bytes(1000 * (MOST_BYTES + 1) + SPARE_BYTES)]},
     ],
 )
 def test_what_cannot_be_found_or_is_large_is_not_remembered(change: dict[str, object]) -> None:
