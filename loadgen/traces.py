@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -43,7 +44,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0
     prefix: str | int | None = None
     """Prompts with the same ``prefix`` begin with the same ``prefix_tokens`` tokens."""
-    prefix_tokens: int = 0
+    prefix_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 def read_trace(path: Path) -> Workload:
@@ -63,7 +64,7 @@ def read_trace(path: Path) -> Workload:
             arrivals = [a for a in found if a.prompt_tokens > 0 and a.output_tokens > 0]
     except OSError as error:
         raise TraceError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"cannot read {path}: {error}") from error
     if not arrivals:
         raise TraceError(f"{path}: no request in it")

@@ -92,6 +92,8 @@ def test_the_projects_own_format(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("a,b\n1,2\n", "its columns are neither TIMESTAMP"),
+        ("[" + 200_000 * "x", "field larger than field limit"),
+        (HEAD + 200_000 * "x", "field larger than field limit"),
         (HEAD, "no request in it"),
         (HEAD + "2023-11-16 18:17:03,12,x\n", "line 2: invalid literal"),
         (HEAD + "2023-11-16 18:17:03,12,1\nyesterday,1,1\n", "line 3: Invalid isoformat"),
@@ -100,6 +102,7 @@ def test_the_projects_own_format(tmp_path: Path) -> None:
         ('{"at": 0, "prompt_tokens": 1, "output_tokens": 1}\n[1]\n', "line 2: Expected `object`"),
         ('{"at": 0, "prompt_tokens": 1}\n', "line 1: .*output_tokens"),
         ('{"at": 0, "prompt_tokens": 1, "output_tokens": 1, "prioritty": 1}', "prioritty"),
+        ('{"at": 0, "prompt_tokens": 1, "output_tokens": 1, "prefix_tokens": -1}', ">= 0"),
         ('{"timestamp": 0, "input_length": "x"}', r"line 1: .*input_length"),
     ],
 )
