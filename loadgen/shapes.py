@@ -201,16 +201,18 @@ def make_up(
     shape: str,
     seed: int,
     *,
+    start: float = 0.0,
     requests: int | None = None,
     seconds: float | None = None,
     lengths: Lengths = Lengths(),
     **settings: Any,
 ) -> Workload:
-    """Return the beginning of a shape, up to the first of the bounds that are given.
+    """Return a part of a shape, up to the first of the bounds that are given.
 
     Args:
         shape: a key of ``SHAPES``.
         seed: of everything drawn.
+        start: what comes earlier is left out, and all times stay as they are.
         requests: the most requests; ``DEFAULT_REQUESTS`` if neither bound is given.
         seconds: when to end.
         lengths: of the requests.
@@ -220,8 +222,9 @@ def make_up(
         requests = DEFAULT_REQUESTS
     end = math.inf if seconds is None else seconds
     endless = SHAPES[shape](random.Random(seed), lengths, **settings)
+    later = itertools.dropwhile(lambda arrival: arrival.at < start, endless)
     arrivals = itertools.takewhile(
-        lambda arrival: arrival.at < end, itertools.islice(endless, requests)
+        lambda arrival: arrival.at < end, itertools.islice(later, requests)
     )
     return Workload(shape, tuple(arrivals))
 

@@ -147,6 +147,7 @@ def _make_up(args: Namespace) -> Workload:
     return make_up(
         args.trace,
         args.seed,
+        start=args.start * args.rate_scale,
         requests=args.requests,
         seconds=None if args.duration is None else (args.start + args.duration) * args.rate_scale,
         lengths=Lengths(args.prompt_tokens or lengths.prompt, args.output_tokens or lengths.output),

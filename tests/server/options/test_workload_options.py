@@ -63,6 +63,13 @@ def test_a_made_up_workload_lasts_as_long_as_asked_at_any_rate() -> None:
     assert len(workload("--trace", "ramp", "--rate", "1:5", "--requests", "7").arrivals) == 7
 
 
+def test_what_is_left_out_of_a_made_up_workload_does_not_count() -> None:
+    whole = workload("--trace", "poisson", "--rate", "9", "--requests", "90")
+    left = [arrival.at - 5 for arrival in whole.arrivals if arrival.at >= 5]
+    one = workload("--trace", "poisson", "--rate", "9", "--requests", "30", "--start", "5")
+    assert [arrival.at for arrival in one.arrivals] == left[:30]
+
+
 def test_lengths_and_priorities_are_drawn() -> None:
     one = workload(
         *("--trace", "gamma", "--burstiness", "0.5", "--requests", "50", "--prompt-tokens", "3"),
