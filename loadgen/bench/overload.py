@@ -186,6 +186,8 @@ async def measure_capacity(
     if set(outcomes) != {Outcome.OK}:
         raise UserError(f"the node did not answer all of {clients} clients: {dict(outcomes)}")
     counted = [end for end in ends if CAPACITY_SECONDS / 5 <= end < CAPACITY_SECONDS]
+    if not counted:
+        raise UserError(f"the node finished no request in {CAPACITY_SECONDS:g} s: ask for less")
     return len(counted) / (CAPACITY_SECONDS * 4 / 5)
 
 

@@ -72,6 +72,14 @@ async def test_a_node_that_refuses_its_clients_has_no_capacity_to_speak_of() -> 
             await measure_capacity(client, PROMPTS, ONE, 2, clock)
 
 
+async def test_a_node_too_slow_to_finish_a_request_has_no_capacity_to_speak_of() -> None:
+    clock = Clock(step=CAPACITY_SECONDS + 1.0)
+    async with stand_in() as server, Client(Settings(server.url), clock.now) as client:
+        server.answer = clock.answer
+        with pytest.raises(UserError, match="no request in 10 s"):
+            await measure_capacity(client, PROMPTS, ONE, 1, clock)
+
+
 async def test_recovery_is_the_time_to_the_first_request_that_is_taken() -> None:
     clock = Clock(step=0.0)
     refusals = iter(range(3))
