@@ -16,8 +16,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
 
-import aiohttp
-
 from shoal.loadgen.bench.token_client import Client, Prompt, RequestFailedError, Stream
 from shoal.server.options.front_end_option import usable_cores
 
@@ -160,7 +158,7 @@ def _read(
     together.wait(START_SECONDS)
     try:
         asyncio.run(_read_all(address, model, part, tokens))
-    except* (RequestFailedError, aiohttp.ClientError) as errors:
+    except* RequestFailedError as errors:
         failure.send(str(errors.exceptions[0]))
         sys.exit(1)
 

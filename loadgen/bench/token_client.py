@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import TracebackType
@@ -10,12 +11,15 @@ from typing import Any, Protocol, Self
 import aiohttp
 import msgspec
 
+from shoal.loadgen.connection_errors import cause
+
 DP_RANK_HEADER = "X-data-parallel-rank"
 """vLLM's header that chooses the engine of a static DP server."""
 
 KEEP_ALIVE_SECONDS = 3.0
 """Less than the 5 s after which the servers close an unused connection."""
 
+COMPLETIONS = "/v1/completions"
 ADMIN_PREFIX = "/admin/"
 
 Prompt = Sequence[int]
@@ -135,8 +139,8 @@ class Client:
         """Have exactly ``tokens`` tokens generated greedily, on engine ``rank`` if one is given.
 
         Raises:
-            RequestFailedError: the server refused, or generated another number of tokens.
-            aiohttp.ClientError: the server cannot be reached.
+            RequestFailedError: the server cannot be reached, refused, or generated another number
+                of tokens.
         """
         body: dict[str, Any] = self._body(prompt, tokens)
         if stream:
@@ -146,7 +150,6 @@ class Client:
         progress: list[tuple[float, int]] = []
         sent = time.perf_counter()
         async with self._post(body, headers) as response:
-            await _check(response)
             if stream:
                 count = await _read_stream(response, progress)
             else:
@@ -161,12 +164,11 @@ class Client:
         """Have exactly ``tokens`` tokens generated greedily, and note in ``stream`` as they come.
 
         Raises:
-            RequestFailedError: the server refused, or generated another number of tokens.
-            aiohttp.ClientError: the server cannot be reached.
+            RequestFailedError: the server cannot be reached, refused, or generated another number
+                of tokens.
         """
         body = self._body(prompt, tokens) | {"stream": True, "return_token_ids": True}
         async with self._post(body, {}) as response:
-            await _check(response)
             stream.begin(response.headers.get("x-shoal-unit"))
             async for now, chunk in _chunks(response):
                 if chunk.choices and chunk.choices[0].token_ids:
@@ -181,7 +183,7 @@ class Client:
             RequestFailedError: the server refused.
         """
         body = self._body(prompt, tokens) | {"return_token_ids": True}
-        choice = (await self.call("POST", "/v1/completions", body))["choices"][0]
+        choice = (await self.call("POST", COMPLETIONS, body))["choices"][0]
         return list(choice["token_ids"])
 
     async def score(self, prompt: Prompt, tokens: int) -> Scores:
@@ -191,7 +193,7 @@ class Client:
             RequestFailedError: the server refused, or its answer lacks the log probabilities.
         """
         body = self._body(prompt, tokens) | {"prompt_logprobs": 1, "return_token_ids": True}
-        choice = (await self.call("POST", "/v1/completions", body))["choices"][0]
+        choice = (await self.call("POST", COMPLETIONS, body))["choices"][0]
         positions: list[dict[str, dict[str, Any]] | None] | None = choice.get("prompt_logprobs")
         if positions is None or len(positions) != len(prompt):
             raise RequestFailedError("the answer has not the log probabilities of the prompt")
@@ -212,21 +214,19 @@ class Client:
         """Return the JSON that a route answers with.
 
         Raises:
-            RequestFailedError: its status is not 200.
+            RequestFailedError: the server cannot be reached, or the status is not 200.
         """
         base = self.admin if path.startswith(ADMIN_PREFIX) and self.admin else ""
-        async with self._http.request(method, base + path, json=body) as response:
-            await _check(response)
+        async with self._answer(method, base + path, json=body) as response:
             return await response.json()
 
     async def text(self, path: str) -> str:
         """Return what a route answers with.
 
         Raises:
-            RequestFailedError: its status is not 200.
+            RequestFailedError: the server cannot be reached, or the status is not 200.
         """
-        async with self._http.get(path) as response:
-            await _check(response)
+        async with self._answer("GET", path) as response:
             return await response.text()
 
     async def is_up(self, path: str) -> bool:
@@ -237,13 +237,34 @@ class Client:
         except aiohttp.ClientError:
             return False
 
-    def _post(self, body: dict[str, Any], headers: dict[str, str]) -> Any:
-        """Return the context of a completion's response."""
-        return self._http.post(
-            "/v1/completions",
+    def _post(
+        self, body: dict[str, Any], headers: dict[str, str]
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Give a completion's response; see ``_answer``."""
+        return self._answer(
+            *("POST", COMPLETIONS),
             data=msgspec.json.encode(body),
             headers={"Content-Type": "application/json", **headers},
         )
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, **request: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Give a route's response, whose status is 200.
+
+        Raises:
+            RequestFailedError: there is none, or it breaks off.
+        """
+        try:
+            async with self._http.request(method, path, **request) as response:
+                if response.status != HTTPStatus.OK:
+                    text = " ".join((await response.text()).split())[:300]
+                    url = response.url.path
+                    raise RequestFailedError(f"{url} answered {response.status}: {text}")
+                yield response
+        except aiohttp.ClientError as error:
+            raise RequestFailedError(f"no whole answer of {path}: {cause(error)}") from error
 
     def _body(self, prompt: Prompt, tokens: int) -> dict[str, Any]:
         return {
@@ -253,12 +274,6 @@ class Client:
             "ignore_eos": True,
             "temperature": 0,
         }
-
-
-async def _check(response: aiohttp.ClientResponse) -> None:
-    if response.status != HTTPStatus.OK:
-        text = " ".join((await response.text()).split())
-        raise RequestFailedError(f"{response.url.path} answered {response.status}: {text[:300]}")
 
 
 async def _read_stream(response: aiohttp.ClientResponse, progress: list[tuple[float, int]]) -> int:
