@@ -33,18 +33,13 @@ from shoal.loadgen.bench.server_process import ServerFailedError, ServerProcess,
 from shoal.loadgen.bench.system_info import environment
 from shoal.loadgen.bench.systems import SERVED_NAME, System
 from shoal.loadgen.bench.token_client import Client, RequestFailedError
-from shoal.loadgen.bench.traffic import (
-    MAX_FAILED,
+from shoal.loadgen.bench.traffic import MAX_FAILED, Way, enter, seed_of, systems, ways
+from shoal.loadgen.bench.traffic_clients import (
     Load,
-    Way,
-    enter,
     random_load,
-    seed_of,
-    systems,
+    replay_by_vllm,
     vllm_arguments,
-    ways,
 )
-from shoal.loadgen.bench.traffic_clients import replay_by_vllm
 from shoal.loadgen.bench.traffic_workloads import TraceWriter, read_traffic
 from shoal.loadgen.bench.vllm_client import LoadFailedError, VllmClient
 from shoal.loadgen.shapes import Lengths

@@ -36,8 +36,14 @@ from shoal.loadgen.bench.systems import (
     dp_layout,
     tp_layout,
 )
-from shoal.loadgen.bench.token_client import Client
-from shoal.loadgen.bench.traffic_clients import replay_by_ours, replay_by_vllm
+from shoal.loadgen.bench.token_client import Client, RequestFailedError
+from shoal.loadgen.bench.traffic_clients import (
+    Load,
+    random_load,
+    replay_by_ours,
+    replay_by_vllm,
+    vllm_arguments,
+)
 from shoal.loadgen.bench.traffic_pictures import draw_all, keep_requests, kept_requests
 from shoal.loadgen.bench.traffic_simulated import Simulated, simulate_way
 from shoal.loadgen.bench.traffic_tables import (
@@ -50,6 +56,8 @@ from shoal.loadgen.bench.traffic_tables import (
 )
 from shoal.loadgen.bench.traffic_workloads import TraceWriter, Traffic, read_traffic
 from shoal.loadgen.bench.vllm_client import LoadFailedError, VllmClient
+from shoal.policies.installed_policies import load_policies
+from shoal.policies.registry import PolicyError
 from shoal.runtime.config import ENGINE_COUNTS
 from shoal.runtime.simulation.data_sheets import hardware_named
 from shoal.runtime.simulation.node_settings import Node
@@ -64,22 +72,6 @@ MAX_FAILED = 0.01
 """The share of failed requests that a run may have. vLLM's client keeps unused connections open for
 longer than vLLM's server does, and now and then uses one that the server is about to close."""
 _WARM_UP = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One run of a client.
-
-    Attributes:
-        name: the name of its table.
-        arguments: arguments of ``vllm bench serve`` beside those of every load; empty: our client
-            replays the trace.
-        trace: the file of a workload; None for a load that vLLM's client makes up.
-    """
-
-    name: str
-    arguments: tuple[str, ...] = ()
-    trace: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
         UserError: the arguments are not valid.
     """
     args = _parser().parse_args(argv)
+    _check_ways(args)
     traffic = [read_traffic(text, seed) for text in args.workload for seed in args.seeds]
     if args.no_made_up and not traffic:
         raise UserError("--no-made-up: name a --workload, or there is nothing to measure")
@@ -172,6 +165,22 @@ def _parser() -> argparse.ArgumentParser:
         help="of the simulation (default: %(default)s)",
     )
     return parser
+
+
+def _check_ways(args: Namespace) -> None:
+    """Refuse names that are no policy or no layout, before a server starts.
+
+    Raises:
+        UserError: a name is none.
+    """
+    try:
+        load_policies(*args.policies)
+    except PolicyError as error:
+        raise UserError(f"--policies: {error}") from error
+    known = [layout.name for layout in systems(args.engines, "")[-1].layouts]
+    for name in args.layouts or ():
+        if name not in known:
+            raise UserError(f"--layouts {name}: choose of {', '.join(known)}")
 
 
 def _taken_up(path: Path, args: Namespace) -> Figures:
@@ -300,18 +309,6 @@ def replays(
                 yield Load(f"{one.name} by shoal replay", (), trace)
 
 
-def random_load(name: str, at_once: int, number: int, prompt: int, output: int) -> Load:
-    """Return requests of one length, of which so many are sent at once."""
-    return Load(
-        name,
-        (
-            *("--dataset-name", "random", "--random-input-len", str(prompt)),
-            *("--random-output-len", str(output), "--num-prompts", str(number)),
-            *("--max-concurrency", str(at_once)),
-        ),
-    )
-
-
 # --- measuring ------------------------------------------------------------------------------------
 
 
@@ -377,7 +374,7 @@ class _Taker:
                 kept.start_seconds = await server.wait_until_ready(client, system.ready_path)
                 say(f"{system.name}: ready after {kept.start_seconds:.1f} s")
                 return await self._loads(client, address, plan)
-        except (ServerFailedError, LoadFailedError) as error:
+        except (ServerFailedError, LoadFailedError, RequestFailedError) as error:
             say(f"{system.name}: {error}")
             kept.failure = str(error)
             return False
@@ -419,25 +416,6 @@ class _Taker:
 
     async def _run_vllm(self, address: str, load: Load, seed: int) -> dict[str, Any]:
         return await self.vllm.run(vllm_arguments(address, self.args.out / "model", load, seed))
-
-
-def vllm_arguments(address: str, model: Path, load: Load, seed: int) -> list[str]:
-    """Return the arguments of ``vllm bench serve`` that send a load.
-
-    Args:
-        address: the server's URL.
-        model: the directory with the tokenizer.
-        load: the load; it has arguments.
-        seed: of its prompts.
-    """
-    return [
-        *("--backend", "openai", "--base-url", address, "--endpoint", "/v1/completions"),
-        *("--model", SERVED_NAME, "--tokenizer", str(model)),
-        *("--ignore-eos", "--percentile-metrics", ",".join(STATISTICS)),
-        *("--metric-percentiles", "50,90,99", "--seed", str(seed)),
-        *(("--save-detailed",) if load.trace is not None else ()),
-        *load.arguments,
-    ]
 
 
 def seed_of(name: str) -> int:

@@ -41,7 +41,10 @@ def read_traffic(text: str, seed: int) -> Traffic:
         UserError: the options are not valid, or the requests have priorities or are turns of
             chats, which vLLM's client cannot send.
     """
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"--workload {text!r}: {error}") from error
     if words and not words[0].startswith("-"):
         words.insert(0, "--trace")
     args = _Parser(text).parse_args([*words, "--seed", str(seed)])

@@ -169,7 +169,10 @@ def test_results_of_another_comparison_are_not_mixed_in(arguments: list[str]) ->
         (["--workload", "missing.csv"], r"missing\.csv"),
         (["--workload", "poisson --rat 3"], r"--workload 'poisson --rat 3': .*--rat"),
         (["--workload", "priority"], "no priorities"),
+        (["--workload", "poisson '"], r"--workload .*No closing quotation"),
         (["--simulated-shape", "no-such-shape"], "no-such-shape"),
+        (["--policies", "adaptive", "adaptve"], r"--policies: .*adaptve"),
+        (["--layouts", "tp4"], r"--layouts tp4: .*dp, tp2"),
     ],
 )
 def test_what_cannot_be_measured_is_named(
