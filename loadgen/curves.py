@@ -94,6 +94,7 @@ def concurrency(records: Sequence[Record], window: float) -> Curve:
         before, count = count, count + change
         k = int(time / window)
         peaks[k] = max(peaks.get(k, 0), before, count)
+        peaks[k + 1] = count  # which is kept if nothing changes there
     return [(k * window, peak) for k, peak in sorted(peaks.items())]
 
 

@@ -70,7 +70,15 @@ def test_each_run_has_a_panel_for_its_layout_if_it_is_known() -> None:
 def test_requests_on_the_node_are_counted_while_they_run() -> None:
     (curve,) = curves(panels(ONE)[REQUESTS])
     assert max(value for _, value in curve) == 2
-    assert [value for time, value in curve if time < 5.0] == [1]
+    assert {value for time, value in curve if time < 5.0} == {1}
+
+
+def test_requests_that_have_ended_are_not_counted_until_the_next_one_comes() -> None:
+    records = [Record(0.0, 0.1, 1.0, 10.0, 5, finished=True)]
+    records += [Record(0.0, 0.1, 1.0, 2.0, 5, finished=True) for _ in range(4)]
+    (curve,) = curves(panels(Timeline("one", records, COUNTS))[REQUESTS])
+    assert max(value for _, value in curve) == 5
+    assert {value for time, value in curve if 2.0 < time < 9.9} == {1}
 
 
 def test_requests_are_counted_in_whole_numbers() -> None:
