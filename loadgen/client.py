@@ -223,7 +223,7 @@ class Client:
             exchange.outcome = Outcome.CANCELLED
         except TimeoutError:
             exchange.outcome = Outcome.TIMEOUT
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError, ValueError) as error:
             answered = exchange.status is not None
             exchange.outcome = Outcome.TRUNCATED if answered else Outcome.CONNECTION_ERROR
             exchange.error = _shorten(f"{type(error).__name__}: {error}")

@@ -61,6 +61,14 @@ async def test_an_error_status(server: StandIn, status: int, outcome: Outcome) -
     assert (exchange.outcome, exchange.status, exchange.error) == (outcome, status, "no way")
 
 
+async def test_a_key_that_is_no_header_is_a_connection_error(server: StandIn) -> None:
+    exchange = Exchange(0, Arrival(0.0, 3, 2))
+    async with Client(Settings(server.url, api_key="two\nlines"), time.monotonic) as client:
+        await client.send(exchange, client.body([1, 2, 3], 2))
+    assert exchange.outcome is Outcome.CONNECTION_ERROR
+    assert exchange.error.startswith("ValueError: ")
+
+
 @pytest.mark.parametrize(
     ("parts", "outcome"),
     [
