@@ -196,6 +196,6 @@ def _not_valid(sweep: _Sweep) -> list[str]:
 
 _NOTE = (
     "Completion time is from sending a request to its last token. **Bold** is the best of the "
-    "fixed ways of all systems, to which the ratios are: below 1 a policy is better, but for "
-    f"tokens/s. {_INVALID.strip()}: the client lagged, see below the tables."
+    "fixed ways of all systems, and policies stand beside it. "
+    f"{_INVALID.strip()}: the client lagged, see below the tables."
 )

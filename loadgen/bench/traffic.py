@@ -1,8 +1,8 @@
 """``shoal bench traffic``: compares stock vLLM and Shoal on any traffic, with their own defaults.
 
 Only the model, the port and the GPUs are fixed. Each server chooses its step sizes, context, prefix
-caching and model runner. vLLM's own client makes the load, or ours does. Ratios compare servers
-that ran one after the other on the same GPUs.
+caching and model runner. vLLM's own client makes the load, or ours does. The servers run
+one after the other on the same GPUs.
 """
 
 import argparse

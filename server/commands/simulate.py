@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_placement_options(parser)
     add("--json", type=Path, metavar="FILE", help="write the figures here too")
-    add("--plot", type=Path, metavar="FILE.svg", help="draw requests, layout and TTFT over time")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw layouts, load and latencies over time")
     add(
         "--captured-tokens",
         type=int,
