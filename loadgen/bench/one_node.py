@@ -32,7 +32,6 @@ def parser(name: str, does: str, node: Sequence[str]) -> argparse.ArgumentParser
         description=f"{does} Other options are those of 'shoal serve' (default: {' '.join(node)}).",
     )
     found.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    found.add_argument("--markdown", type=Path, metavar="FILE", help="write the report here")
     return found
 
 
@@ -52,7 +51,7 @@ def shown(command: Sequence[str]) -> list[str]:
 def run(
     measure: Callable[[Path], Coroutine[Any, Any, T]], report: Callable[[T], str], args: Namespace
 ) -> int:
-    """Measure, print the report, and write the files that were asked for; return the exit code.
+    """Measure, print the report, and write the figures if asked to; return the exit code.
 
     Args:
         measure: takes the measures; it is given the file for the node's log.
@@ -70,6 +69,4 @@ def run(
     print(report(result))
     if args.json is not None:
         write_file(args.json, msgspec.json.format(msgspec.json.encode(result)) + b"\n")
-    if args.markdown is not None:
-        write_file(args.markdown, report(result).encode() + b"\n")
     return 0
