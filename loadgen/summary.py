@@ -196,7 +196,7 @@ def report(
         peak_throughput=peak(tokens),
         switching=switching,
         groups={
-            name: _figures(group, objectives, duration) for name, group in _groups(records).items()
+            name: _figures(group, objectives, duration) for name, group in grouped(records).items()
         },
         step_errors=dict(step_errors or {}),
     )
@@ -206,7 +206,8 @@ def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def _groups(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
+def grouped(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
+    """Return all requests, and those of each phase and priority if there are several, by name."""
     groups: dict[str, Sequence[Record]] = {EVERYTHING: records}
     phases = [phase for phase in Phase if any(r.phase is phase for r in records)]
     if len(phases) > 1:

@@ -15,8 +15,8 @@ from shoal.loadgen.client import Settings as LoadSettings
 from shoal.loadgen.exchange import tokens_by_second
 from shoal.loadgen.open_loop import EventLoopClock, Replay, Run
 from shoal.loadgen.prompts import Prompts
-from shoal.loadgen.summary import Distribution, Record, peak
-from shoal.loadgen.workload import Phase, Workload
+from shoal.loadgen.summary import Distribution, Record, grouped, peak
+from shoal.loadgen.workload import Workload
 from shoal.policies.static import MANUAL
 
 WARM_UP_REQUESTS = 8
@@ -109,20 +109,13 @@ def of_node(run: Run) -> dict[str, Any]:
 
 def groups(records: Sequence[Record]) -> dict[str, Any]:
     """Return TTFT and TPOT of all requests, and of each phase and priority if there are several."""
-    found = {"all": list(records)}
-    phases = [phase for phase in Phase if any(r.phase is phase for r in records)]
-    for phase in phases if len(phases) > 1 else ():
-        found[phase.value] = [r for r in records if r.phase is phase]
-    priorities = {record.priority for record in records}
-    for priority in sorted(priorities) if len(priorities) > 1 else ():
-        found[f"priority {priority}"] = [r for r in records if r.priority == priority]
     return {
         name: {
             "requests": len(group),
             "ttft": asdict_or_none(Distribution.of(t for r in group if (t := r.ttft) is not None)),
             "tpot": asdict_or_none(Distribution.of(t for r in group if (t := r.tpot) is not None)),
         }
-        for name, group in found.items()
+        for name, group in grouped(records).items()
     }
 
 
