@@ -19,13 +19,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from shoal.loadgen.bench.measures import (
     Bench,
     Sizes,
     Step,
     change_layout,
+    metric,
     requests_by_unit,
     switch,
 )
@@ -283,7 +282,7 @@ async def _without_switch(
 
 def prefill_tokens(page: str) -> int:
     """Return the prompt tokens that all engines have computed, from Shoal's page of metrics."""
-    return int(_total(page, "shoal_step_tokens_total", kind="prefill"))
+    return int(metric(page, "shoal_step_tokens_total", kind="prefill"))
 
 
 def copies(page: str) -> dict[str, float]:
@@ -292,17 +291,7 @@ def copies(page: str) -> dict[str, float]:
     What was copied ahead is left out: its seconds are not those of the copy alone.
     """
     return {
-        "count": _total(page, "shoal_carry_seconds_count", phase="copy"),
-        "bytes": _total(page, "shoal_carried_bytes_total"),
-        "seconds": _total(page, "shoal_carry_seconds_sum", phase="copy"),
+        "count": metric(page, "shoal_carry_seconds_count", phase="copy"),
+        "bytes": metric(page, "shoal_carried_bytes_total"),
+        "seconds": metric(page, "shoal_carry_seconds_sum", phase="copy"),
     }
-
-
-def _total(page: str, name: str, **labels: str) -> float:
-    """Return the sum of the series of this name that have these labels."""
-    return sum(
-        sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-        if sample.name == name and labels.items() <= sample.labels.items()
-    )

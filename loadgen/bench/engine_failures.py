@@ -20,6 +20,7 @@ import msgspec
 
 from shoal.loadgen.bench import one_node
 from shoal.loadgen.bench.markdown import MISSING, ms, rows
+from shoal.loadgen.bench.measures import metric
 from shoal.loadgen.bench.process_memory import name_and_mib, tree
 from shoal.loadgen.bench.server_process import ServerProcess, free_port
 from shoal.loadgen.bench.system_info import environment
@@ -198,7 +199,7 @@ class _Run:
         return _victim(await self._client.call("GET", "/admin/layout"))
 
     async def _migrated(self) -> int:
-        return counter(await self._client.text("/metrics"), MIGRATED)
+        return int(metric(await self._client.text("/metrics"), MIGRATED))
 
     async def _until(self, start: float, happened: Callable[[dict[str, Any]], bool]) -> float:
         """Return the time from ``start`` until the node's view satisfies ``happened``.
@@ -288,14 +289,6 @@ def engine_process(root: int, engine: int) -> int:
 
 
 # --- what comes of it -----------------------------------------------------------------------------
-
-
-def counter(text: str, series: str) -> int:
-    """Return the value of one series of a page of metrics."""
-    values = [
-        line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(f"{series} ")
-    ]
-    return int(float(values[0]))
 
 
 def longest_gap(answer: Answer, since: float) -> float:

@@ -15,6 +15,7 @@ import msgspec
 
 from shoal.loadgen.bench.carry_measure import CARRY
 from shoal.loadgen.bench.comparison_results import Results
+from shoal.loadgen.bench.measures import decode_context
 from shoal.loadgen.bench.modes import MODES
 from shoal.loadgen.bench.steps import MESSAGES, table
 from shoal.loadgen.bench.systems import COMPARED, SHOAL, STOCK_EP, System
@@ -84,10 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 def samples_of(results: Results) -> Iterator[Sample]:
     """Yield the measured times of single units, for every system and layout."""
-    tokens = results.sizes.decode_tokens
-    # The mean tokens of a request between one half and seven eighths of its output, where TPOT is
-    # measured (``decode_seconds``).
-    context = tokens + tokens * 11 // 16
+    context = decode_context(results.sizes.decode_tokens)
     for name in (name for name in COMPARED if name != STOCK_EP):  # the model knows shares alone
         for layout, found in results.found(name, "decode").items():
             for count, figures in found.items():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.loadgen.bench.systems import Layout, System
 from shoal.loadgen.bench.token_client import Answer, Client, Prompt
@@ -169,6 +170,11 @@ def decode_seconds(answer: Answer, tokens: int) -> float:
     begin = next(point for point in answer.progress if point[1] >= tokens // 2)
     end = next(point for point in answer.progress if point[1] >= tokens * 7 // 8)
     return (end[0] - begin[0]) / max(1, end[1] - begin[1])
+
+
+def decode_context(tokens: int) -> int:
+    """Return a request's mean tokens in that time, if its prompt has as many as its output."""
+    return tokens + tokens * 11 // 16
 
 
 def placed(answers: Sequence[Answer]) -> dict[str, int]:
@@ -380,6 +386,16 @@ async def change_layout(client: Client, layout: Layout, preempt: str) -> dict[st
     body = {"units": layout.partition, "preempt": preempt}
     answer: dict[str, Any] = await client.call("POST", "/admin/layout", body)
     return answer
+
+
+def metric(page: str, name: str, **labels: str) -> float:
+    """Return the sum of the series of this name that have these labels, from a page of metrics."""
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:

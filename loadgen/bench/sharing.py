@@ -21,7 +21,13 @@ import msgspec
 from shoal.loadgen.bench import one_node
 from shoal.loadgen.bench.dummy_model import FP8_KINDS, in_fp8, read_shape, write_model
 from shoal.loadgen.bench.markdown import MISSING, ms, number, rows
-from shoal.loadgen.bench.measures import Bench, Sizes, decode_seconds, random_prompt
+from shoal.loadgen.bench.measures import (
+    Bench,
+    Sizes,
+    decode_context,
+    decode_seconds,
+    random_prompt,
+)
 from shoal.loadgen.bench.server_process import ServerProcess, free_port
 from shoal.loadgen.bench.sharing_projected import Request, System, job, project, systems
 from shoal.loadgen.bench.system_info import environment
@@ -111,11 +117,6 @@ def _job(args: Namespace) -> list[Request]:
     return job(args.job, args.prompt_tokens, args.output_tokens, args.seed)
 
 
-def _context(tokens: int) -> int:
-    """Return a request's mean tokens while it is timed (``decode_seconds``)."""
-    return tokens + tokens * 11 // 16
-
-
 def _project(args: Namespace) -> Sharing:
     if args.fp8 is not None:
         raise UserError("--fp8: with --projected, the shape says what the weights are")
@@ -126,7 +127,7 @@ def _project(args: Namespace) -> Sharing:
             args.projected,
             args.engines,
             args.share_weights,
-            {size: size * _context(args.tokens) for size in args.batches},
+            {size: size * decode_context(args.tokens) for size in args.batches},
             requests,
         )
     except FileError as error:
@@ -137,7 +138,7 @@ def _project(args: Namespace) -> Sharing:
         device=args.projected,
         engines=args.engines,
         share=args.share_weights,
-        context=_context(args.tokens),
+        context=decode_context(args.tokens),
         steps=found.steps,
         jobs=found.jobs,
         output_tokens=sum(request.output_tokens for request in requests),
@@ -188,7 +189,7 @@ class _Measuring:
             device=next(iter(about["gpus"] or ["CPU"])),
             engines=args.engines,
             share=args.share_weights,
-            context=_context(args.tokens),
+            context=decode_context(args.tokens),
             steps={},
             jobs={},
             output_tokens=0,

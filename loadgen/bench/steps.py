@@ -18,7 +18,13 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from shoal.loadgen.bench.measures import Bench, Sizes, decode_seconds, first_tokens
+from shoal.loadgen.bench.measures import (
+    Bench,
+    Sizes,
+    decode_context,
+    decode_seconds,
+    first_tokens,
+)
 from shoal.loadgen.bench.systems import SHOAL, Layout, System
 from shoal.loadgen.bench.token_client import Client
 from shoal.policies.values.batch import Batch
@@ -125,9 +131,6 @@ async def _samples(node: serve.ReadyNode, args: Namespace) -> list[Sample]:
 
 async def _decodes(bench: Bench, batches: Sequence[int]) -> AsyncIterator[Sample]:
     tokens = bench.sizes.decode_tokens
-    # The mean tokens of a request between one half and seven eighths of its output, where TPOT is
-    # measured (``decode_seconds``).
-    context = tokens + tokens * 11 // 16
     for count in batches:
         await bench.batch(count, tokens, tokens, count)
         runs = [
@@ -135,7 +138,7 @@ async def _decodes(bench: Bench, batches: Sequence[int]) -> AsyncIterator[Sample
             for _ in range(bench.sizes.decode_repeats)
         ]
         times = [decode_seconds(answer, tokens) for run in runs for answer in run]
-        batch = Batch(count, count * context)
+        batch = Batch(count, count * decode_context(tokens))
         yield Sample(_formed(bench.layout), (batch,), statistics.median(times))
 
 

@@ -9,7 +9,6 @@ from shoal.loadgen.bench.engine_failures import (
     FAULTS,
     Failure,
     Failures,
-    counter,
     longest_gap,
     longest_pause,
     main,
@@ -30,10 +29,6 @@ def test_a_pause_is_between_moments_or_at_an_end_of_the_time() -> None:
     assert longest_pause([3.0, 2.0, 5.0, 99.0], start=1.0, end=6.0) == 2.0
     assert longest_pause([], start=1.0, end=6.0) == 5.0
     assert longest_pause([1.5], start=1.0, end=6.0) == 4.5
-
-
-def test_a_counter_is_not_taken_for_another_with_a_longer_name() -> None:
-    assert counter("# HELP a_total x\na_total_more 3\na_total 2.0\n", "a_total") == 2
 
 
 def failure(fault: str, detection: float, gaps: list[float]) -> Failure:
