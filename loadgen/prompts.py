@@ -21,19 +21,8 @@ WORDS = (
     *(" the", " of", " and", " to", " in", " is", " that", " for", " it", " as", " was", " with"),
     *(" be", " by", " on", " not", " he", " this", " are", " or", " his", " from", " at", " which"),
     *(" but", " have", " an", " had", " they", " you", " were", " their", " one", " all", " we"),
-    *(
-        " can",
-        " her",
-        " has",
-        " there",
-        " been",
-        " if",
-        " more",
-        " when",
-        " will",
-        " would",
-        " who",
-    ),
+    *(" can", " her", " has", " there", " been", " if"),
+    *(" more", " when", " will", " would", " who"),
     *(" so", " no", " value", " name", " object", " string", " list", " number", " type", " class"),
 )
 """Candidates for pieces of text: short common words, which are one token in most tokenizers."""
