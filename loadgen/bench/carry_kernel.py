@@ -34,9 +34,10 @@ import numpy as np
 import torch
 import torch.multiprocessing as multiprocessing
 
+from shoal.loadgen.bench.member_processes import say
 from shoal.policies.values.kv_geometry import KvGeometry
 from shoal.policies.values.layouts import Layout, Unit, alone, tensor_parallel
-from shoal.runtime.clock import Clock, process_seconds
+from shoal.runtime.clock import Clock
 from shoal.runtime.engine.kv.kv_memory import HeldBuffer, HostMemory, kv_memory
 from shoal.runtime.engine.kv.kv_pages import KvPages
 from shoal.runtime.engine.kv.kv_reader import KvReader
@@ -90,11 +91,6 @@ class Carried(NamedTuple):
 
     source: Unit
     requests: list[Arrival]
-
-
-def say(engine: int, text: str) -> None:
-    """Say on stderr what a member does."""
-    print(f"{process_seconds():6.1f} s, member {engine}: {text}", file=sys.stderr, flush=True)
 
 
 class TalkingPins:

@@ -19,10 +19,9 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import Empty
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -30,13 +29,14 @@ import torch
 import torch.multiprocessing as multiprocessing
 
 from shoal.loadgen.bench.dummy_model import built_in_shapes, read_shape
-from shoal.loadgen.bench.weight_streams import Member, Part, Sizes
+from shoal.loadgen.bench.member_processes import gathered
+from shoal.loadgen.bench.weight_streams import Member, Part, Sizes, member_of_process
 from shoal.runtime.clock import Clock
 from shoal.runtime.engine.groups.rendezvous import LOAD_SECONDS
 from shoal.runtime.engine.kv.kv_lender import KvLender
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
 from shoal.runtime.engine.weights.sharing.device_pages import tensor_at
-from shoal.runtime.engine.weights.sharing.devices import memory_and_copier, pages_on
+from shoal.runtime.engine.weights.sharing.devices import pages_on
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
 
 SHARE = 2
@@ -207,12 +207,7 @@ def summary(change: int, of_members: list[Found]) -> dict[str, Any]:
 
 
 def _run_member(place: int, part: Part, directory: str, barrier: Any, out: Any) -> None:
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", place % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    torch.zeros(1, device=device)
-    member = Member(place, part, Path(directory), device, *memory_and_copier("bench", device))
+    member = member_of_process(place, part, directory)
     member.fill()
     member.meet()
     mover = Mover(member, Path(directory))
@@ -224,25 +219,6 @@ def _run_member(place: int, part: Part, directory: str, barrier: Any, out: Any) 
     for number in range(CHANGES):
         out.put((number, mover.change(number, wait, time.perf_counter)))
     wait()
-
-
-def _rows(processes: list[Any], out: Any) -> Iterator[dict[str, Any]]:
-    """Yield a row for each change.
-
-    Raises:
-        SystemExit: a member has failed.
-    """
-    found: dict[int, list[Found]] = {number: [] for number in range(CHANGES)}
-    while found:
-        try:
-            number, of_member = out.get(timeout=1.0)
-        except Empty:
-            if any(process.exitcode for process in processes):
-                raise SystemExit("a member has failed; its error is above") from None
-            continue
-        found[number].append(of_member)
-        if len(found[number]) == SHARE:
-            yield summary(number, found.pop(number))
 
 
 def run(part: Part) -> list[dict[str, Any]]:
@@ -257,7 +233,8 @@ def run(part: Part) -> list[dict[str, Any]]:
         try:
             for member in members:
                 member.start()
-            rows = list(_rows(members, out))
+            found = gathered(CHANGES, SHARE, members, out)
+            rows = [summary(number, of_members) for number, of_members in found]
             for member in members:
                 member.join(WAIT_SECONDS)
             return rows

@@ -23,14 +23,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from queue import Empty
 from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing as multiprocessing
 
 from shoal.loadgen.bench.dummy_model import built_in_shapes, read_shape
-from shoal.runtime.clock import Clock, process_seconds
+from shoal.loadgen.bench.member_processes import gathered, say
+from shoal.runtime.clock import Clock
 from shoal.runtime.engine.weights.sharing.descriptors import Descriptors
 from shoal.runtime.engine.weights.sharing.devices import memory_and_copier
 from shoal.runtime.engine.weights.sharing.nested_order import nested_shard, sources
@@ -298,17 +298,14 @@ def summary(name: str, of_members: Sequence[dict[str, float]]) -> dict[str, Any]
 # --- processes ------------------------------------------------------------------------------------
 
 
-def _say(place: int, text: str) -> None:
-    print(f"{process_seconds():6.1f} s, member {place}: {text}", file=sys.stderr, flush=True)
-
-
-def _member(place: int, part: Part, directory: str) -> Member:
+def member_of_process(place: int, part: Part, directory: str) -> Member:
+    """Return the member that this process is, on a GPU if there is one."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", place % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.zeros(1, device=device)
-    _say(place, f"is on {device}")
+    say(place, f"is on {device}")
     return Member(place, part, Path(directory), device, *memory_and_copier("shoal-bench", device))
 
 
@@ -322,7 +319,7 @@ class Signals(NamedTuple):
     back: Any
     """Set when that one's part is back."""
     out: Any
-    """What members have found: name, member, values."""
+    """What members have found: name, values."""
 
     def all_here(self) -> None:
         """Wait for all members."""
@@ -332,37 +329,37 @@ class Signals(NamedTuple):
 def _first_life(
     place: int, part: Part, directory: str, tokens: Sequence[int], signals: Signals
 ) -> None:
-    member = _member(place, part, directory)
+    member = member_of_process(place, part, directory)
     member.fill()
-    _say(place, f"keeps {member.size / 1e9:.2f} GB")
+    say(place, f"keeps {member.size / 1e9:.2f} GB")
     member.meet()
-    _say(place, "has mapped what the others keep")
+    say(place, "has mapped what the others keep")
     for name, found in timings(member, tokens, signals.all_here):
-        signals.out.put((name, place, found))
+        signals.out.put((name, found))
     signals.all_here()
     if place == GONE:
         signals.out.close()
         signals.out.join_thread()
         os._exit(0)  # without a word, as if it had been killed
     signals.ended.wait(WAIT_SECONDS)
-    signals.out.put((f"member {GONE} has ended", place, {"wrong": member.wrong()}))
+    signals.out.put((f"member {GONE} has ended", {"wrong": member.wrong()}))
     fetch, size = member.fetch()
     found = {"bytes": size, "seconds": seconds(member, fetch, lambda: None)}
-    signals.out.put((f"from the others, member {GONE} has ended", place, found))
+    signals.out.put((f"from the others, member {GONE} has ended", found))
     signals.back.wait(WAIT_SECONDS)
 
 
 def _second_life(part: Part, directory: str, signals: Signals) -> None:
-    member = _member(GONE, part, directory)
+    member = member_of_process(GONE, part, directory)
     member.open(GONE, holder=0)
     name = f"member {GONE} has its part back"
-    signals.out.put((name, GONE, {"wrong": member.wrong_own()}))
+    signals.out.put((name, {"wrong": member.wrong_own()}))
     with torch.inference_mode():
         found = {
             name: seconds(member, multiply, lambda: None)
             for name, multiply in products(member).items()
         }
-    signals.out.put(("a product with its weights", GONE, found))
+    signals.out.put(("a product with its weights", found))
 
 
 def products(member: Member) -> dict[str, Callable[[], None]]:
@@ -380,25 +377,10 @@ def products(member: Member) -> dict[str, Callable[[], None]]:
 def _rows(
     count: int, members: int, processes: Sequence[Any], signals: Signals
 ) -> Iterator[dict[str, Any]]:
-    """Yield so many rows, each when so many members have found it.
-
-    Raises:
-        SystemExit: a member has failed.
-    """
-    found = dict[str, list[dict[str, float]]]()
-    while count:
-        try:
-            name, _, of_member = signals.out.get(timeout=1.0)
-        except Empty:
-            if any(process.exitcode for process in processes):
-                raise SystemExit("a member has failed; its error is above") from None
-            continue
-        found.setdefault(name, []).append(of_member)
-        if len(found[name]) == members:
-            row = summary(name, found[name])
-            print(json.dumps(row), file=sys.stderr, flush=True)
-            count -= 1
-            yield row
+    for name, of_members in gathered(count, members, processes, signals.out):
+        row = summary(name, of_members)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+        yield row
 
 
 def run(part: Part, tokens: Sequence[int]) -> list[dict[str, Any]]:
