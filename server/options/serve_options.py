@@ -32,6 +32,7 @@ from shoal.server.gate.bounds import DEFAULTS as DEFAULT_BOUNDS
 from shoal.server.gate.bounds import add_bounds_options, check_bounds_options
 from shoal.server.number_options import add_number, check_at_least, check_positive, flag_of
 from shoal.server.options.adapter_options import check_adapters
+from shoal.server.options.certificate_options import check_certificate
 from shoal.server.options.experts_option import add_experts_option
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
 from shoal.server.options.fit_options import add_fit_options, check_fit_options
@@ -309,8 +310,7 @@ def check_shoal_options(args: Namespace) -> None:
         raise UserError("--fake-step-ms needs --fake-engine")
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port {args.port}: it must be from 0 to 65535")
-    if bool(args.ssl_keyfile) != bool(args.ssl_certfile):
-        raise UserError("--ssl-keyfile and --ssl-certfile need each other")
+    check_certificate(args)
 
 
 def choose_tracing(args: Namespace, environ: Mapping[str, str]) -> None:

@@ -19,6 +19,7 @@ from shoal.server.commands import serve
 from shoal.server.errors import UserError
 from shoal.server.options.refused_options import REFUSED
 from shoal.server.options.serve_options import DEMO_CHECKPOINT
+from tests.server.certificates import certificate
 from tests.server.stock import app_state, differing, ours, parser, stock
 
 MODEL = str(DEMO_CHECKPOINT)
@@ -229,8 +230,8 @@ VALUES: Mapping[str, Sequence[str]] = {
     "reasoning_parser": ["--reasoning-parser", "qwen3"],
     "runner": ["--runner", "pooling"],
     "speculative_config": ["--speculative-config", NGRAMS],
-    "ssl_certfile": ["--ssl-certfile", "a", "--ssl-keyfile", "b"],
-    "ssl_keyfile": ["--ssl-certfile", "a", "--ssl-keyfile", "b"],
+    "ssl_certfile": ["--ssl-certfile", "CERTIFICATE", "--ssl-keyfile", "KEY"],
+    "ssl_keyfile": ["--ssl-certfile", "CERTIFICATE", "--ssl-keyfile", "KEY"],
     "structured_outputs_config": ["--structured-outputs-config", '{"backend": "guidance"}'],
     "tokenizer": ["--tokenizer", MODEL],
     "tokenizer_mode": ["--tokenizer-mode", "hf"],
@@ -251,7 +252,9 @@ def made_up(action: Any, tmp_path: Path) -> list[str]:
     """Return arguments that give an option another value than its default."""
     if action.dest in VALUES:
         (config := tmp_path / "options.yaml").write_text("max-num-seqs: 7\n")
-        return [value.replace("CONFIG", str(config)) for value in VALUES[action.dest]]
+        cert, key = certificate(tmp_path)
+        files = {"CONFIG": str(config), "CERTIFICATE": cert, "KEY": key}
+        return [files.get(value, value) for value in VALUES[action.dest]]
     flag = next(option for option in action.option_strings if option.startswith("--"))
     if action.nargs == 0:
         return [flag.replace("--", "--no-", 1) if action.default else flag]

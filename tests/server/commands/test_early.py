@@ -132,6 +132,7 @@ def test_a_model_is_known_where_no_option_can_have_it_for_a_value(
         ["--log-format", "xml"],
         ["--restart-backoff", "0"],
         ["--ssl-keyfile", "key"],
+        ["--ssl-keyfile", "/no/such/key", "--ssl-certfile", "/no/such/file"],
         ["--api-server-count", "0"],
         ["--api-key", ""],
         ["--api-key-file", "/no/such/file"],
