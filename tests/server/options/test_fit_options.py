@@ -15,6 +15,7 @@ from shoal.policies.values.batch import StepKind
 from shoal.policies.values.layouts import DP
 from shoal.runtime.config import FitSettings
 from shoal.runtime.fit_file import write_fit
+from shoal.runtime.whole_experts import ALWAYS
 from shoal.server.errors import UserError
 from shoal.server.options.fit_options import (
     FIT_SECONDS,
@@ -38,6 +39,7 @@ def arguments(directory: Path, **fields: Any) -> Namespace:
         "max_pp": 1,
         "full_graph_tokens": 1024,
         "shift_threshold": 512,
+        "whole_experts": None,
     }
     return Namespace(**{**fixed, **fields})
 
@@ -52,7 +54,10 @@ def config(dtype: str = "bfloat16", **parts: str) -> SimpleNamespace:
             dtype=dtype,
             quantization=None,
             enforce_eager=False,
+            is_moe="experts" in parts,
         ),
+        attention_config=parts.get("attention"),
+        kernel_config=parts.get("kernels"),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         compilation_config=SimpleNamespace(
@@ -109,9 +114,22 @@ def test_the_result_of_an_equal_start_is_taken_and_of_no_other(tmp_path: Path) -
         fit(args, lora="8 adapters of rank 16"),
         fit(args, speculation="3 tokens by n-grams"),
         fit(args, graphs="PIECEWISE"),
+        fit(args, attention="FLASHINFER"),
+        fit(args, kernels="another of experts"),
     )
     assert [settings.seconds for _, settings in others] == [FIT_SECONDS] * len(others)
     assert not any(model is None or model.corrections for model, _ in others)
+
+
+def test_how_groups_divide_experts_counts_for_a_model_that_has_some(tmp_path: Path) -> None:
+    whole = arguments(tmp_path, whole_experts=ALWAYS)
+
+    def file(args: Namespace, **parts: str) -> str | None:
+        return fit(args, **parts)[1].file
+
+    shares = arguments(tmp_path)
+    assert file(whole, experts="some") != file(shares, experts="some")
+    assert file(whole) == file(shares)
 
 
 def test_a_damaged_file_is_not_used_and_one_line_says_so(tmp_path: Path) -> None:
