@@ -13,10 +13,17 @@ def adapters_of(args: Namespace) -> tuple[Adapter, ...]:
 
 
 def check_adapters(args: Namespace) -> None:
-    """Refuse adapters that requests could not name.
+    """Refuse adapters that requests could not name, and shared weights beside adapters.
+
+    Engines keep parts of ``gate_up_proj`` whose rows are grouped (``GatedMlpRule``), and vLLM adds
+    what an adapter computes to rows in its own order.
+
+    Args:
+        args: the parsed arguments, with the model's names and a number as ``share_weights``.
 
     Raises:
-        UserError: adapters are not enabled, or two models would have one name.
+        UserError: adapters are not enabled, two models would have one name, or engines share
+            weights.
     """
     names = [adapter.name for adapter in adapters_of(args)]
     if names and not args.enable_lora:
@@ -26,6 +33,8 @@ def check_adapters(args: Namespace) -> None:
         if name in taken:
             raise UserError(f"--lora-modules: two models would have the name {name}")
         taken.add(name)
+    if args.enable_lora and args.share_weights > 1:
+        raise UserError(f"--share-weights {args.share_weights}: it must be 1 with --enable-lora")
 
 
 def has_prompt_logprobs(args: Namespace, device: str) -> bool:
@@ -40,19 +49,6 @@ def has_prompt_logprobs(args: Namespace, device: str) -> bool:
         device: vLLM's name of what engines run on.
     """
     return device != "cpu" or bool(args.fake_engine) or not args.enable_lora
-
-
-def check_adapters_and_layouts(args: Namespace) -> None:
-    """Refuse shared weights beside adapters.
-
-    Engines keep parts of ``gate_up_proj`` whose rows are grouped (``GatedMlpRule``), and vLLM adds
-    what an adapter computes to rows in its own order.
-
-    Raises:
-        UserError: both are asked for.
-    """
-    if args.enable_lora and args.share_weights > 1:
-        raise UserError(f"--share-weights {args.share_weights}: it must be 1 with --enable-lora")
 
 
 def make_room(engine_args: Any, adapters: int, *, on_cpu: bool) -> None:

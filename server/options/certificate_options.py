@@ -37,10 +37,10 @@ def check_certificate(args: Namespace) -> None:
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, _no_password)
     except _EncryptedError:
         return
-    except ssl.SSLError as error:
+    except ssl.SSLError:
         raise UserError(
             f"--ssl-certfile {args.ssl_certfile}: it is no certificate in PEM format whose key is "
-            f"in --ssl-keyfile {args.ssl_keyfile} ({error.reason})"
+            f"in --ssl-keyfile {args.ssl_keyfile}"
         ) from None
 
 

@@ -31,7 +31,6 @@ from shoal.server.gate.access import add_access_options
 from shoal.server.gate.bounds import DEFAULTS as DEFAULT_BOUNDS
 from shoal.server.gate.bounds import add_bounds_options, check_bounds_options
 from shoal.server.number_options import add_number, check_at_least, check_positive, flag_of
-from shoal.server.options.adapter_options import check_adapters
 from shoal.server.options.certificate_options import check_certificate
 from shoal.server.options.experts_option import add_experts_option
 from shoal.server.options.failure_options import add_failure_options, check_failure_options
@@ -269,7 +268,6 @@ def check_options(args: Namespace, default_of: Callable[[str], Any]) -> None:
         UserError: the first such option; the message names it.
     """
     check_vllm_options(args, default_of)
-    check_adapters(args)
     check_speculation_options(args)
     check_shoal_options(args)
 

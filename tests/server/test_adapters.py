@@ -1,11 +1,14 @@
 """LoRA adapters over HTTP: requests name them as their model, and nobody can add others."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.server.node import served_node
+from shoal.server.options.serve_options import DEMO_CHECKPOINT, DEMO_NAME
+from tests.server.node import run_shoal, served_node
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +47,22 @@ def test_adapters_cannot_be_added_or_removed(http: httpx.Client) -> None:
     for verb in ("load", "unload"):
         body = {"lora_name": "poet", "lora_path": "/tmp"}
         assert http.post(f"/v1/{verb}_lora_adapter", json=body).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [((), DEMO_NAME), ((str(DEMO_CHECKPOINT),), str(DEMO_CHECKPOINT))]
+)
+def test_an_adapter_cannot_have_the_name_by_which_the_model_is_served(
+    tmp_path: Path, model: tuple[str, ...], name: str
+) -> None:
+    """Also where the command line does not say it by --model or --served-model-name."""
+    adapters = ("--enable-lora", "--lora-modules", f"{name}={tmp_path}")
+    command = ["serve", *model, "--port", "0", "--fake-engine", *adapters]
+    process = run_shoal(command, {**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    said = f"shoal: --lora-modules: two models would have the name {name}"
+    assert output.splitlines()[-1] == said

@@ -11,7 +11,6 @@ from shoal.server.errors import UserError
 from shoal.server.options.adapter_options import (
     adapters_of,
     check_adapters,
-    check_adapters_and_layouts,
     has_prompt_logprobs,
     make_room,
 )
@@ -69,10 +68,10 @@ def test_adapters_that_requests_could_not_name_are_refused(args: Namespace, said
 
 
 def test_shared_weights_are_refused_beside_adapters() -> None:
-    check_adapters_and_layouts(options("poet", max_sp=4, max_pp=4))
-    check_adapters_and_layouts(options(enable_lora=False, share_weights=4))
+    check_adapters(options("poet", max_sp=4, max_pp=4))
+    check_adapters(options(enable_lora=False, share_weights=4))
     with pytest.raises(UserError, match=r"^--share-weights 4: it must be 1 with --enable-lora$"):
-        check_adapters_and_layouts(options("poet", share_weights=4))
+        check_adapters(options("poet", share_weights=4))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
     for files in ((cert, other), (str(text), key), (cert, str(text))):
         found = refusal(*files)
         assert found.startswith(f"--ssl-certfile {files[0]}: ")
-        assert f"--ssl-keyfile {files[1]} " in found
+        assert found.endswith(f"--ssl-keyfile {files[1]}")
 
 
 def test_a_key_with_a_password_is_left_to_who_is_asked_for_it(tmp_path: Path) -> None:

@@ -61,7 +61,6 @@ def test_the_defaults_are_not_refused(parser: ArgumentParser) -> None:
     ("argv", "named"),
     [
         (["--enable-lora", "--fully-sharded-loras"], "--fully-sharded-loras"),
-        (["--lora-modules", "poet=path"], "--lora-modules needs --enable-lora"),
         (["--tensor-parallel-size", "2"], "--tensor-parallel-size"),
         (["-tp", "2"], "--tensor-parallel-size"),
         (["--data-parallel-size", "2"], "--data-parallel-size"),
