@@ -269,7 +269,8 @@ class BatchWorker:
         change = partial(_ended, status=status, now=now, files=ids, results=results)
         job.batch = self._store.finish(batch.id, change, files)
         for name in {batch.answers_id, batch.failures_id} - ids:
-            self._store.path(name).unlink(missing_ok=True)
+            with suppress(OSError):  # it is empty, and the batch has ended
+                self._store.path(name).unlink()
         log.info("%s: %s", batch.id, job.batch.status)
 
     def _output_files(self, batch: Batch, now: int) -> list[StoredFile]:

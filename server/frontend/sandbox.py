@@ -23,6 +23,7 @@ Work = Callable[[bytes], None]
 
 _ACCEPTED = b"accepted"
 _REFUSED = b"refused "
+_NO_PROCESS = b"no process"
 _CHUNK = 1 << 16
 _PATIENCE = 4
 """Wall seconds that a job may take per CPU second: it shares the CPUs."""
@@ -92,7 +93,7 @@ class Sandbox:
         Raises:
             RefusedError: the job is wrong.
             KilledError: the job exceeded its limits and was killed.
-            OSError: the sandbox is gone.
+            OSError: the sandbox is gone, or the kernel gives it no process for the job.
         """
         near, far = socket.socketpair()
         with near:
@@ -101,6 +102,8 @@ class Sandbox:
             answer = await _exchange(near, job)
         if answer.startswith(_REFUSED):
             raise RefusedError(answer.removeprefix(_REFUSED).decode(errors="replace"))
+        if answer == _NO_PROCESS:
+            raise OSError("the sandbox gets no process for the job")
         if answer != _ACCEPTED:
             raise KilledError(f"it took more than {cpu_seconds} s, or too much memory")
 
@@ -131,9 +134,10 @@ async def _exchange(near: socket.socket, job: bytes) -> bytes:
     loop = asyncio.get_running_loop()
     near.setblocking(False)
     answer = b""
-    with suppress(ConnectionError):  # it was killed: the answer says so by its absence
+    with suppress(ConnectionError):
         await loop.sock_sendall(near, job)
         near.shutdown(socket.SHUT_WR)
+    with suppress(ConnectionError):  # it was killed: the answer says so by its absence
         while chunk := await loop.sock_recv(near, _CHUNK):
             answer += chunk
     return answer
@@ -160,13 +164,17 @@ def _serve(
         if not prepared:
             prepare()
             prepared = True
-        if os.fork() == 0:
-            control.close()
-            with socket.socket(fileno=connections[0]) as connection:
+        with socket.socket(fileno=connections[0]) as connection:
+            try:
+                is_child = os.fork() == 0
+            except OSError:  # as where a container may have no more processes
+                connection.sendall(_NO_PROCESS)
+                continue
+            if is_child:
+                control.close()
                 limits = _Limits(int(cpu_seconds), memory_bytes)
                 connection.sendall(_answer(connection, work, limits))
-            os._exit(0)
-        os.close(connections[0])
+                os._exit(0)
 
 
 def _answer(connection: socket.socket, work: Work, limits: _Limits) -> bytes:

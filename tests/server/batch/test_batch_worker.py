@@ -332,6 +332,30 @@ async def test_a_full_disk_of_the_store_is_waited_for(
     assert "disk is full" in caplog.text
 
 
+async def test_a_batch_ends_once_though_its_empty_file_stays(
+    store: BatchStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    finish, finished = BatchStore.finish, []
+
+    def finish_and_lock(*args: Any) -> Any:
+        finished.append(args)
+        monkeypatch.setattr(Path, "unlink", refuse)
+        return finish(*args)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(BatchStore, "finish", finish_and_lock)
+    monkeypatch.setattr(batch_worker, "LOOK_SECONDS", 0.01)
+    async with working(store):
+        first = await ended(store, batch_of(store, jsonl(named(2))))
+        monkeypatch.undo()
+        second = await ended(store, batch_of(store, jsonl(named(2))))
+    assert [first.status, second.status] == ["completed", "completed"]
+    assert len(finished) == 1
+    assert "cannot be written" not in caplog.text
+
+
 async def test_another_worker_goes_on_where_one_has_stopped(store: BatchStore) -> None:
     asked: list[str] = []
 

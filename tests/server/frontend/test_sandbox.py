@@ -65,6 +65,26 @@ async def test_a_job_that_does_not_end_well_is_refused_and_hurts_no_other(
     await sandbox.run(b"fine", 1)
 
 
+async def test_a_job_without_a_process_is_not_refused_and_the_next_one_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fork, full = os.fork, tmp_path / "full"
+
+    def fork_if_there_is_room() -> int:
+        if full.exists():
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", fork_if_there_is_room)
+    with Sandbox(work, prepare, memory_bytes=1 << 30) as sandbox:
+        full.touch()
+        for job in (b"fine", b"long" + b"x" * 10_000_000):
+            with pytest.raises(OSError, match="no process"):
+                await sandbox.run(job, 1)
+        full.unlink()
+        await sandbox.run(b"fine", 1)
+
+
 async def test_every_job_has_a_limit_of_its_own(sandbox: Sandbox) -> None:
     for seconds in (2, 1):
         with pytest.raises(KilledError, match=f"more than {seconds} s"):
