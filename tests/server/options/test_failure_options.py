@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import pytest
 
-from shoal.loadgen.bench.engine_failures import counter
 from tests.server.node import ServedNode, children_of, served_node
 
 Serve = Callable[..., ServedNode]
@@ -39,6 +38,12 @@ def serve(cache: Path) -> Iterator[Serve]:
         yield lambda *arguments, **options: nodes.enter_context(
             served_node(cache, *arguments, **options)
         )
+
+
+def counter(page: str, series: str) -> int:
+    """Return the value of one series of a page of metrics, which must have it."""
+    (value,) = [line.split()[-1] for line in page.splitlines() if line.startswith(f"{series} ")]
+    return int(float(value))
 
 
 def body(number: int, **more: Any) -> dict[str, Any]:
