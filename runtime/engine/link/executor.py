@@ -51,12 +51,14 @@ class UnitChannel:
         return seq, future
 
     def resolve(self, result: instructions.Result) -> None:
-        """Take one member's answer."""
+        """Take one member's answer; it is dropped if another member has failed before."""
         future, answers, received = self._due[result.seq]
         received.append(result)
         if len(received) < answers:
             return
         del self._due[result.seq]
+        if future.done():
+            return
         received.sort(key=lambda answer: answer.engine)
         values = [answer.value for answer in received]
         future.set_result(values[0] if answers == 1 else values)
@@ -67,9 +69,10 @@ class UnitChannel:
             socket.close(linger=0)
 
     def fail(self, error: Exception) -> None:
-        """Resolve every answer that is due with this error."""
-        for seq in list(self._due):
-            self._due.pop(seq)[0].set_exception(error)
+        """Resolve every answer that is due with this error. Other members may still answer."""
+        for future, _, _ in list(self._due.values()):
+            if not future.done():
+                future.set_exception(error)
 
 
 def copied_by_all(request_ids: Sequence[str], future: "Future[Any]") -> Copied:

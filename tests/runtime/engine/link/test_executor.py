@@ -148,6 +148,38 @@ def test_the_failure_of_another_runner_ends_what_it_was_to_answer(members: Membe
     assert members.inbox.wait(own, 60) == "own"
 
 
+def test_what_others_answer_after_a_failure_is_dropped(members: Members) -> None:
+    """A group's runners answer a copy that was begun before it was released."""
+    single = UnitChannel(alone(0), [])
+    members.inbox.add(single)
+    seq, groups = members.channel.expect(answers=2)
+    members.fail(1, "ValueError: no")
+    members.fail(1, "ValueError: once more")
+    members.answer(seq, 0, "late")
+    own_seq, own = single.expect(answers=1)
+    members.answer(own_seq, 0, "own", unit=alone(0))
+    assert members.inbox.wait(own, 60) == "own"
+    with pytest.raises(RunnerDied, match=r"^runner of engine 1: ValueError: no$"):
+        groups.result()
+
+
+@pytest.mark.parametrize("others", [[], [0]])
+def test_the_last_answer_after_a_failure_changes_nothing(
+    members: Members, others: list[int]
+) -> None:
+    seq, groups = members.channel.expect(answers=len(others) + 1)
+    for engine in others:
+        members.answer(seq, engine, "early")
+    members.fail(1, "ValueError: no")
+    with pytest.raises(RunnerDied):
+        members.inbox.wait(groups, 60)
+    members.answer(seq, 1, "late")
+    assert members.inbox.socket.poll(60_000)
+    members.inbox.drain()
+    with pytest.raises(RunnerDied):
+        groups.result()
+
+
 def test_the_failure_of_another_runner_is_nothing_to_who_waits_for_none(members: Members) -> None:
     members.fail(1, "ValueError: no")
     assert members.inbox.socket.poll(60_000)
