@@ -172,13 +172,16 @@ class TierCore:
     def abort(self, request_ids: Sequence[str]) -> None:
         """See ``Core.abort``. Blocks that are still written to come free after that."""
         self._adopted = self._without(request_ids)
-        written = {request_id: copy.left for copy in self._copying for request_id in copy.ids}
+        written = {request_id: copy for copy in self._copying for request_id in copy.ids}
         for request_id in request_ids:
             self._expected.discard(request_id)
-            held = self._held.pop(request_id, None)
+            held, copy = self._held.pop(request_id, None), written.pop(request_id, None)
             if held is not None:
-                freed = written.get(request_id, self._free)
+                freed = self._free if copy is None else copy.left
                 freed += _all(held.blocks)
+            if copy is not None:
+                # If it fails, that concerns no request that comes again under this name.
+                copy.ids.remove(request_id)
 
     def _without(self, request_ids: Iterable[str]) -> list[tuple[Unit, Arriving]]:
         gone = set(request_ids)
