@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm.lora.request import LoRARequest
 
 from shoal.policies.values.partition import singles
 from shoal.runtime.config import Adapter
@@ -14,6 +13,7 @@ from tests.depth import skip_unless_deep
 from tests.random_adapter import Shapes, attention_shapes, merge_adapter, mlp_shapes, write_adapter
 from tests.random_checkpoint import Architecture, CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
+from tests.runtime.engine.adapters import Adapters, named, write_adapters
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
@@ -29,7 +29,6 @@ SPECS = {
     "mixtral": CheckpointSpec(Architecture.MIXTRAL, layers=2),
     "glm4-moe": CheckpointSpec(Architecture.GLM4_MOE, layers=2),
 }
-Adapters = list[LoRARequest | None]
 
 
 def shapes_of(spec: CheckpointSpec) -> Shapes:
@@ -59,23 +58,12 @@ def model(spec: CheckpointSpec, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="module")
 def adapters(spec: CheckpointSpec, tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     """None, and two adapters."""
-    directory = tmp_path_factory.mktemp("adapters")
-    found: Adapters = [None]
-    for number in (1, 2):
-        path = directory / f"adapter-{number}"
-        write_adapter(path, spec, seed=number, shapes=shapes_of(spec))
-        found.append(LoRARequest(path.name, number, str(path)))
-    return found
+    return write_adapters(tmp_path_factory.mktemp("adapters"), spec, shapes=shapes_of(spec))
 
 
 @pytest.fixture(scope="module")
-def named(adapters: Adapters) -> list[Adapter]:
-    return [Adapter(each.lora_name, each.lora_path) for each in adapters if each is not None]
-
-
-@pytest.fixture(scope="module")
-def node(model: Path, named: list[Adapter]) -> Iterator[RealNode]:
-    with RealNode(model, 2, adapters=named, max_sp=2, **LORA) as node:
+def node(model: Path, adapters: Adapters) -> Iterator[RealNode]:
+    with RealNode(model, 2, adapters=named(adapters), max_sp=2, **LORA) as node:
         yield node
 
 

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm.lora.request import LoRARequest
 
 from shoal.policies.values.layouts import Layout, Unit
 from shoal.policies.values.partition import Partition, singles
-from shoal.runtime.config import Adapter
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
-from tests.random_adapter import write_adapter
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
+from tests.runtime.engine.adapters import Adapters, named, write_adapters
 from tests.runtime.engine.every_layout import COMPARED, first
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
@@ -33,7 +31,6 @@ PROMPTS = random_prompts((5, 33, 70, 150), seed=51)
 (LATE,) = random_prompts((150,), seed=52)
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
 """One slot more than adapters: vLLM's operators for CPUs compute what names none with the last."""
-Adapters = list[LoRARequest | None]
 Prompts = list[list[int]]
 
 
@@ -47,23 +44,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
     """None, and two adapters, the second one of the embeddings and the head, too."""
-    directory = tmp_path_factory.mktemp("adapters")
-    found: Adapters = [None]
-    for number in (1, 2):
-        path = directory / f"adapter-{number}"
-        write_adapter(path, SPEC, seed=number, ends=number == 2)
-        found.append(LoRARequest(path.name, number, str(path)))
-    return found
+    return write_adapters(tmp_path_factory.mktemp("adapters"), SPEC, ends=True)
 
 
 @pytest.fixture(scope="module")
-def named(adapters: Adapters) -> list[Adapter]:
-    return [Adapter(each.lora_name, each.lora_path) for each in adapters if each is not None]
-
-
-@pytest.fixture(scope="module")
-def node(model: Path, named: list[Adapter]) -> Iterator[RealNode]:
-    with RealNode(model, 2, adapters=named, restart_limit=9, max_sp=2, **LORA) as node:
+def node(model: Path, adapters: Adapters) -> Iterator[RealNode]:
+    with RealNode(model, 2, adapters=named(adapters), restart_limit=9, max_sp=2, **LORA) as node:
         yield node
 
 
@@ -172,10 +158,10 @@ def test_other_adapters_than_those_of_its_share_change_tokens(
 
 
 def test_tokens_are_stocks_where_the_base_is_a_group(
-    model: Path, named: list[Adapter], adapters: Adapters, expected: list[list[int]]
+    model: Path, adapters: Adapters, expected: list[list[int]]
 ) -> None:
     """Heads are in another order than members there, and adapters' rows with them."""
-    with RealNode(model, 4, adapters=named, max_sp=2, **LORA) as node:
+    with RealNode(model, 4, adapters=named(adapters), max_sp=2, **LORA) as node:
         assert Layout(tp=4) in node.config.layouts
         for script in (Script.SP, Script.RANDOM):
             assert by_sequence(node, QUARTET, adapters, script) == expected
@@ -185,10 +171,10 @@ def test_tokens_are_stocks_where_the_base_is_a_group(
 
 
 def test_stages_have_the_adapters_of_their_layers(
-    model: Path, named: list[Adapter], adapters: Adapters, expected: list[list[int]]
+    model: Path, adapters: Adapters, expected: list[list[int]]
 ) -> None:
     pipeline = pp(0, 1)
-    with RealNode(model, 2, adapters=named, max_pp=2, max_sp=2, **LORA) as node:
+    with RealNode(model, 2, adapters=named(adapters), max_pp=2, max_sp=2, **LORA) as node:
         with node.bound(pipeline):
             assert node.wait(submitted(node, (pipeline,), adapters)) == expected
         requests = submitted(node, singles(2), adapters, 40)

@@ -16,16 +16,14 @@ from unittest.mock import patch
 
 import msgspec
 from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import StructuredOutputsParams
 
 from shoal.policies.values.layouts import alone
-from shoal.runtime.config import Adapter
 from shoal.runtime.controller.books import capacity
 from shoal.runtime.protocol import messages as m
-from tests.random_adapter import write_adapter
 from tests.runtime.engine import probes, random_life, real_node, v2_program
+from tests.runtime.engine.adapters import named, write_adapters
 from tests.runtime.engine.prompts import SHARED, random_prompts
 from tests.runtime.engine.scripted_shift import Script
 from tests.units import pp, tp
@@ -139,17 +137,12 @@ def live(model: Path, expected: list[list[int]], operations: int) -> random_life
 
 def adapted(model: Path, directory: Path) -> dict[str, Any]:
     """Return what a node's units generate, some by sequence, with two adapters and none."""
-    adapters: list[LoRARequest | None] = [None]
-    for number in (1, 2):
-        path = directory / f"adapter-{number}"
-        write_adapter(path, random_life.SPEC, seed=number)
-        adapters.append(LoRARequest(path.name, number, str(path)))
-    named = [Adapter(each.lora_name, each.lora_path) for each in adapters if each is not None]
+    adapters = write_adapters(directory, random_life.SPEC)
     sizes: dict[str, Any] = {"patience": PATIENCE_SECONDS, "environment": V2}
     sizes |= {"max_sp": 2, "max_pp": 2}
     lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
     found: dict[str, Any] = {}
-    with real_node.RealNode(model, 2, adapters=named, **sizes, **lora) as node:
+    with real_node.RealNode(model, 2, adapters=named(adapters), **sizes, **lora) as node:
         node.script(Script.SP)
         for name, units in (("dp", UNITS), ("pipeline", [PIPELINE]), ("by sequence", [GROUP])):
             node.switch(*units)
