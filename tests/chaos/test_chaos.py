@@ -170,8 +170,21 @@ def test_a_process_that_grows_is_found() -> None:
     assert check_memory([grown], 6.0) == [], "so short a time says nothing"
 
 
+def a_process_that_waits() -> subprocess.Popen[bytes]:
+    """Return a process that ends with its next line of input.
+
+    It has said a line itself: until then the system may still call it by its parent's name.
+    """
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
 def test_a_process_that_outlives_the_node_is_named() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with a_process_that_waits() as process:
         life = life_of(process.pid)
         assert life is not None
         late, left = await_ends([life], 0.0)
@@ -183,7 +196,7 @@ def test_a_process_that_outlives_the_node_is_named() -> None:
 
 
 def test_a_process_is_over_though_its_parent_does_not_know() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with a_process_that_waits() as process:
         life = life_of(process.pid)
         assert life is not None
         assert not life.is_over
