@@ -136,6 +136,24 @@ class Workload:
         """Return the workload without its first ``seconds``, after which it begins."""
         return self._with(replace(a, at=a.at - seconds) for a in self.arrivals if a.at >= seconds)
 
+    def later(self, seconds: float) -> "Workload":
+        """Return the workload, which begins after so many seconds."""
+        return self._with(replace(a, at=a.at + seconds) for a in self.arrivals)
+
+    def beside(self, other: "Workload") -> "Workload":
+        """Return both workloads at the same time; blocks with the same id are the same in both."""
+        arrivals = sorted((*self.arrivals, *other.arrivals), key=lambda a: a.at)
+        return Workload(f"{self.name} and {other.name}", with_phases(arrivals))
+
+    def apart(self, name: str) -> "Workload":
+        """Return the workload with this name before the ids of its blocks."""
+
+        def renamed(a: Arrival) -> Arrival:
+            prefix = tuple(Block(f"{name}/{block.id}", block.tokens) for block in a.prefix)
+            return replace(a, prefix=prefix)
+
+        return self._each(renamed)
+
     def fitting(self, tokens: int) -> "Workload":
         """Return the workload without the requests of more tokens, prompt and output together.
 

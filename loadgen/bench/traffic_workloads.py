@@ -1,19 +1,17 @@
 """The workloads of ``shoal bench traffic``, and the traces that both load generators read."""
 
-import argparse
 import itertools
 import json
 import shlex
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from shoal.loadgen.shapes import SHAPES
 from shoal.loadgen.traces import MOONCAKE_BLOCK_TOKENS
 from shoal.loadgen.workload import Arrival, Block, Workload
 from shoal.server.errors import UserError
-from shoal.server.options.workload_options import add_workload_options, read_workload
+from shoal.server.options.workload_options import QuotedWorkloadParser, read_workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +41,19 @@ def read_traffic(text: str, seed: int) -> Traffic:
     """
     try:
         words = shlex.split(text)
-    except ValueError as error:
+        if words and not words[0].startswith("-"):
+            words.insert(0, "--trace")
+        args = QuotedWorkloadParser(seed).parse_args([*words, "--seed", str(seed)])
+        workload = read_workload(args)
+    except (UserError, ValueError) as error:
         raise UserError(f"--workload {text!r}: {error}") from error
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--trace")
-    args = _Parser(text).parse_args([*words, "--seed", str(seed)])
-    workload = read_workload(args)
     if any(arrival.priority for arrival in workload.arrivals):
         raise UserError(f"--workload {text!r}: vLLM's client sends no priorities")
     if workload.has_chats:
         raise UserError(f"--workload {text!r}: vLLM's client waits for no answers")
     rest = [word for word in words if word not in ("--trace", args.trace)]
     trace = args.trace if args.trace in SHAPES else Path(args.trace).stem
-    return Traffic(" ".join([trace, *rest, f"(seed {seed})"]), workload)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reads the options of one workload; its errors name the workload."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(add_help=False, allow_abbrev=False)
-        self._text = text
-        add_workload_options(self)
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"--workload {self._text!r}: {message}")
+    return Traffic(f"{shlex.join([trace, *rest])} (seed {seed})", workload)
 
 
 @dataclass

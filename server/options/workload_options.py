@@ -2,10 +2,11 @@
 
 import inspect
 import math
+import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ArgumentGroup
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from shoal.loadgen.shapes import SHAPES, Lengths, make_up
 from shoal.loadgen.summary import Objective
@@ -57,6 +58,14 @@ def add_workload_options(parser: ArgumentParser) -> None:
         help="draw priorities in these proportions (as --priorities=-10:1,0:4)",
     )
     add("--seed", type=int, default=0, help="seed of random draws (default: %(default)s)")
+    add("--delay", type=float, default=0.0, metavar="S", help="begin after S seconds")
+    add(
+        "--beside",
+        action="append",
+        metavar="OPTIONS",
+        help="options of another workload, in quotes, that comes at the same time; may be repeated "
+        "(--beside='--trace bursty --delay 30')",
+    )
     made_up = parser.add_argument_group("made-up workloads")
     add = made_up.add_argument
     add("--rate", type=_rates, metavar="LOW[:HIGH]", help="requests per second; of a ramp FROM:TO")
@@ -70,6 +79,23 @@ def add_workload_options(parser: ArgumentParser) -> None:
     add("--shared-tokens", type=_tokens, metavar="N", help="of chats: tokens of their common start")
     add("--prompt-tokens", type=_lengths, metavar="LOW[:HIGH]", help="length of prompts")
     add("--output-tokens", type=_lengths, metavar="LOW[:HIGH]", help="length of outputs")
+
+
+class QuotedWorkloadParser(ArgumentParser):
+    """Reads the options of a workload that is one argument of a command."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        add_workload_options(self)
+        self.set_defaults(seed=seed)
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the options.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(message)
 
 
 def add_target_option(parser: ArgumentParser | _ArgumentGroup) -> None:
@@ -96,7 +122,7 @@ def read_workload(args: Namespace) -> Workload:
         UserError: a trace cannot be read, options do not go together, or no request is left.
     """
     check_positive(args, *_POSITIVE)
-    check_at_least(args, 0, "start")
+    check_at_least(args, 0, "start", "delay")
     try:
         workload = _make_up(args) if args.trace in SHAPES else _read(args)
         if args.priorities is not None:
@@ -106,10 +132,23 @@ def read_workload(args: Namespace) -> Workload:
     workload = workload.scaled(args.rate_scale).resized(args.length_scale)
     if args.max_request_tokens is not None:
         workload = workload.fitting(args.max_request_tokens)
-    workload = workload.after(args.start).first(args.requests, args.duration)
+    workload = workload.after(args.start).first(args.requests, args.duration).later(args.delay)
     if not workload.arrivals:
         raise UserError(f"--trace {args.trace}: no request is left of it")
+    for number, text in enumerate(args.beside or (), 1):
+        workload = workload.beside(_read_beside(args, text, number))
     return workload
+
+
+def _read_beside(args: Namespace, text: str, number: int) -> Workload:
+    """Return a workload of ``--beside``; only windows of one trace have prompts in common."""
+    try:
+        other = QuotedWorkloadParser(args.seed).parse_args(shlex.split(text))
+        workload = read_workload(other)
+    except (UserError, ValueError) as error:
+        raise UserError(f"--beside {text!r}: {error}") from error
+    is_same_trace = other.trace == args.trace and other.trace not in SHAPES
+    return workload if is_same_trace else workload.apart(f"{number}")
 
 
 def _read(args: Namespace) -> Workload:

@@ -35,6 +35,20 @@ def test_a_workload_can_be_cut() -> None:
     assert [(a.at, a.prompt_tokens) for a in workload.after(2.5).arrivals] == [(0.5, 31), (1.5, 41)]
 
 
+def test_workloads_at_the_same_time_are_one() -> None:
+    ours = Workload("a", tuple(Arrival(float(t), 8, 1, prefix=(Block("x", 4),)) for t in range(3)))
+    other = Workload("b", (Arrival(0.5, 9, 1, prefix=(Block("x", 5),)),)).later(1.0)
+    both = ours.beside(other)
+    assert [(a.at, a.prompt_tokens) for a in both.arrivals] == [(0, 8), (1, 8), (1.5, 9), (2, 8)]
+    assert {block.id for a in both.arrivals for block in a.prefix} == {"x"}
+    apart = ours.beside(other.apart("1"))
+    assert [a.prefix[0] for a in apart.arrivals] == [
+        *[Block("x", 4)] * 2,
+        Block("1/x", 5),
+        Block("x", 4),
+    ]
+
+
 def test_priorities_come_in_their_shares() -> None:
     workload = Workload("w", tuple(Arrival(float(t), 1, 1) for t in range(4000)))
     mixed = workload.with_priorities({-10: 1.0, 5: 3.0}, seed=0)

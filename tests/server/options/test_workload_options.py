@@ -117,3 +117,54 @@ def test_what_is_no_value_is_named(argument: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         workload("--trace", "poisson", argument)
     assert f"argument {argument.partition('=')[0]}" in capsys.readouterr().err
+
+
+def test_another_workload_comes_at_the_same_time(tmp_path: Path) -> None:
+    path = trace(tmp_path)
+    one = workload(
+        *("--trace", path, "--requests", "2", "--rate-scale", "2", "--delay", "1"),
+        *("--beside", f"--trace {path} --start 5 --duration 2"),
+        *("--beside", "--trace poisson --requests 1 --priorities=-3:1"),
+    )
+    *of_trace, drawn = sorted(one.arrivals, key=lambda a: -a.priority)
+    assert [(a.at, a.prompt_tokens) for a in of_trace] == [(0, 60), (1, 10), (1, 70), (1.5, 20)]
+    assert drawn.priority == -3
+
+
+def prefixes(one: Workload) -> set[str]:
+    return {a.prefix[0].id for a in one.arrivals}
+
+
+def test_only_windows_of_one_trace_have_prompts_in_common(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for path in paths:
+        line = '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [7]}'
+        path.write_text(line)
+    same, other = (workload(f"--trace={paths[0]}", f"--beside=--trace {path}") for path in paths)
+    assert prefixes(same) == {"7"}
+    assert len(prefixes(other)) == 2
+    chats = ("--trace", "chats", "--requests", "1")
+    assert len(prefixes(workload(*chats, f"--beside={' '.join(chats)}"))) == 2
+
+
+def test_the_seed_of_another_workload_is_the_first_ones(tmp_path: Path) -> None:
+    chats = ("--trace", trace(tmp_path), "--beside", "--trace poisson --requests 5")
+    first, second = workload(*chats, "--seed", "1"), workload(*chats, "--seed", "2")
+    assert first != second
+    own = (*chats[:2], "--beside", "--trace poisson --requests 5 --seed 1")
+    assert workload(*own, "--seed", "2") == first
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("--trace poison", "there is no such file"),
+        ("--rate 3", "required: --trace"),
+        ("--trace poisson --speed 3", "unrecognized arguments: --speed 3"),
+        ("--trace 'poisson", "No closing quotation"),
+    ],
+)
+def test_a_wrong_workload_beside_is_named(text: str, why: str) -> None:
+    with pytest.raises(UserError, match=why) as raised:
+        workload("--trace", "poisson", "--beside", text)
+    assert str(raised.value).startswith(f"--beside {text!r}: ")
