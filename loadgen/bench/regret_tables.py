@@ -1,5 +1,6 @@
 """The results of ``shoal bench regret``, and its report."""
 
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -91,7 +92,18 @@ def describe(load: Load) -> str:
 
 def shown(load: Load) -> str:
     """Return a load's options, with the names of files in place of their paths."""
-    return " ".join(Path(word).name if "/" in word else word for word in load.options)
+    return _shown(load.options)
+
+
+def _shown(words: Sequence[str]) -> str:
+    """Return options as they are typed; an option may itself be a list of options."""
+
+    def named(word: str) -> str:
+        if word.startswith("-") and " " in word:
+            return f"'{_shown(shlex.split(word))}'"
+        return Path(word).name if "/" in word else word
+
+    return " ".join(named(word) for word in words)
 
 
 def markdown(policy: str, loads: Sequence[Load]) -> str:

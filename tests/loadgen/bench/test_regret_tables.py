@@ -61,3 +61,9 @@ def test_a_line_says_how_far_the_policy_is_behind() -> None:
     one = load(way(1.1), dp=way(1.0))
     assert describe(one) == "+10.0 % beside dp: --trace poisson"
     assert shown(one) == "--trace poisson"
+
+
+def test_a_load_is_shown_as_one_types_it_with_the_names_of_files() -> None:
+    beside = "--trace /b/x.csv --start 3"
+    one = Load(["--trace", "/a/it's a.csv", "--beside", beside, "--rate", "2"])
+    assert shown(one) == "--trace it's a.csv --beside '--trace x.csv --start 3' --rate 2"
