@@ -24,9 +24,8 @@ once. It takes the layout that a look ahead finds best among those with this gro
 the request.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from shoal.policies.adaptive_memory import Memory
 from shoal.policies.candidates import candidates_of, widest_size
@@ -70,7 +69,7 @@ LEAST_SECONDS = 0.5
 LOOK_SECONDS = 0.25
 """How often the policy looks ahead, which takes as long as many judgements."""
 LOST_SECONDS = 10.0
-"""After such a time without findings, a look ahead that goes on in another thread has failed."""
+"""After such a time without findings, a judgement that goes on in another thread has failed."""
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -98,22 +97,60 @@ def _layout_plan(snapshot: Snapshot, model: StepPredictor, needed: int, lane: Un
         memory = Memory(snapshot.now - WATCH_SECONDS)
     memory = replace(memory, news=memory.news.and_of(snapshot))
     if snapshot.switching:
-        return Plan(memory=replace(memory, judged_at=snapshot.now))
+        return Plan(memory=replace(memory.undisturbed, judged_at=snapshot.now))
     lacks_lane = lane is not None and lane not in here
     in_pipelines = any(unit.layout.pp > 1 for unit in here)  # only operators choose these
     if widest_size(here) < needed or lacks_lane or in_pipelines:
-        memory = memory.watched(snapshot, model, lane)
+        memory = memory.undisturbed.watched(snapshot, model, lane)
         return _forced(snapshot, memory, SwitchCosts(snapshot, model), needed, lane)
+    if memory.judged is not None:
+        found = _found(snapshot, memory)
+        if found is None and snapshot.now - memory.judged_at < LOST_SECONDS:
+            return Plan(memory=memory)
+        if found is not None and _is_possible(found, snapshot, needed, lane):
+            return found
+        memory = memory.undisturbed
     is_due = snapshot.now - memory.judged_at >= WATCH_SECONDS * _slowdown(snapshot)
-    is_due |= _ahead_of(snapshot, memory) is not None
     if not is_due and memory.hindsight is not None:
         return Plan(memory=memory)
     first = None if memory.age else _first_partition(snapshot, model)
     if first is not None:
         memory = replace(memory, judged_at=snapshot.now)
         return Plan(target=first, reason="start", memory=memory)
-    memory = memory.watched(snapshot, model, lane)
-    return _by_hindsight(snapshot, memory, SwitchCosts(snapshot, model), needed, lane)
+
+    def judge() -> Plan:
+        watched = memory.watched(snapshot, model, lane)
+        return _by_hindsight(snapshot, watched, SwitchCosts(snapshot, model), needed, lane)
+
+    if snapshot.can_study:
+        return Plan(memory=memory.judging(snapshot.now), study=judge)
+    return judge()
+
+
+def _found(snapshot: Snapshot, memory: Memory) -> Plan | None:
+    """Return the plan of the judgement that went on in another thread; None if it is not done."""
+    found = snapshot.findings
+    if not isinstance(found, Plan) or not isinstance(found.memory, Memory):
+        return None
+    if found.memory.judged_at != memory.judged_at:
+        return None
+    return replace(found, memory=replace(found.memory, news=memory.news))
+
+
+def _is_possible(found: Plan, snapshot: Snapshot, needed: int, lane: Unit | None) -> bool:
+    """Return whether what a judgement has found can still be done.
+
+    Args:
+        found: its plan.
+        snapshot: the node as it is now.
+        needed: see ``_layout_plan``.
+        lane: see ``_layout_plan``.
+    """
+    if found.target is None:
+        return True
+    assert isinstance(found.memory, Memory)
+    is_here = _hindsight_of(found.memory).here == snapshot.partition
+    return is_here and found.target in candidates_of(snapshot, needed, lane)
 
 
 def _forced(
@@ -124,7 +161,7 @@ def _forced(
     The arguments are those of ``_by_hindsight``.
     """
     able = candidates_of(snapshot, needed, lane)
-    gains = _look(able, memory, costs)().gains
+    gains = _look(able, memory, costs)
     target = max(gains, key=gains.__getitem__, default=snapshot.partition)
     if target == snapshot.partition:
         return Plan(memory=memory)
@@ -145,19 +182,11 @@ def _by_hindsight(
         needed: see ``_layout_plan``.
         lane: see ``_layout_plan``.
     """
-    books = _balanced(snapshot, costs, memory)
-    ahead = _ahead_of(snapshot, memory)
-    near = [] if ahead else [c for c in books.near(snapshot) if widest_size(c) >= needed]
+    books, best = _balanced(snapshot, costs, memory), None
+    near = [c for c in books.near(snapshot) if widest_size(c) >= needed]
     if near:
-        look = _look(near, memory, costs, memory.surges.lasting(snapshot.now))
-        books = books.looking(snapshot.now)
-        if snapshot.can_study:
-            return Plan(memory=books.memory, verdicts=books.verdicts, study=look)
-        ahead = look()
-    best = None
-    if ahead:
-        able = {c: seconds for c, seconds in ahead.gains.items() if widest_size(c) >= needed}
-        best, books = books.after(able)
+        gains = _look(near, memory, costs, memory.surges.lasting(snapshot.now))
+        best, books = books.after(gains, snapshot.now)
     if best is None:
         return Plan(memory=books.memory, verdicts=books.verdicts)
     loss = costs.loss(best, requests_lately(snapshot))
@@ -200,8 +229,6 @@ class _Books:
         """Return the candidates for which it is time to look ahead."""
         surges, now = self.memory.surges, snapshot.now
         pause = surges.pause(now) if surges.lasting(now) else LOOK_SECONDS
-        if self.memory.is_looking:
-            pause = LOST_SECONDS
         has_paused = now - self.memory.looked_at >= pause * _slowdown(snapshot)
         if snapshot.since_switch < LEAST_SECONDS or not has_paused:
             return []
@@ -210,24 +237,19 @@ class _Books:
             near = [c for c in near if len(c) < len(snapshot.partition)]
         return near
 
-    def looking(self, now: float) -> "_Books":
-        """Return the books when a look ahead begins now."""
-        return replace(self, memory=replace(self.memory, looked_at=now, is_looking=True))
-
-    def after(self, gains: Mapping[Partition, float]) -> tuple[Partition | None, "_Books"]:
+    def after(
+        self, gains: Mapping[Partition, float], now: float
+    ) -> tuple[Partition | None, "_Books"]:
         """Return to which candidate a switch pays, if to any, and the books after a look ahead.
 
         Args:
             gains: the seconds of requests that a switch to each of some partitions will save.
+            now: when the policy looked ahead, seconds.
         """
-        known = {c: seconds for c, seconds in gains.items() if c in self.accounts}
-        worth = {c: seconds - self.accounts[c].unpaid for c, seconds in known.items()}
-        best = max(worth, key=worth.__getitem__, default=None)
-        pays = best is not None and worth[best] > 0.0
-        agreed = best if pays else None
-        memory = replace(
-            self.memory, foreseen=tuple(known.items()), agreed=agreed, is_looking=False
-        )
+        worth = {c: seconds - self.accounts[c].unpaid for c, seconds in gains.items()}
+        best = max(worth, key=worth.__getitem__)
+        agreed = best if worth[best] > 0.0 else None
+        memory = replace(self.memory, looked_at=now, foreseen=tuple(gains.items()), agreed=agreed)
         is_urgent = agreed is not None and len(agreed) >= len(_hindsight_of(self.memory).here)
         is_sure = is_urgent or self.memory.agreed == agreed
         return (agreed if is_sure else None), replace(self, memory=memory)
@@ -314,44 +336,17 @@ def _with_losers_restarted(
     return replace(memory, hindsight=hindsight, past_regrets=tuple(past.items()))
 
 
-class _Ahead(NamedTuple):
-    """What a look ahead has found."""
-
-    at: float
-    """When it began, seconds."""
-    here: Partition
-    """The partition of the node then."""
-    gains: Mapping[Partition, float]
-    """The seconds of requests that a switch to each of some partitions will save."""
-
-
 def _look(
     candidates: Iterable[Partition], memory: Memory, costs: SwitchCosts, lasting: Lasting = ()
-) -> Callable[[], _Ahead]:
-    """Return a look ahead to some candidates, which may be done in another thread.
+) -> dict[Partition, float]:
+    """Return the seconds of requests that a switch to each of some candidates will save.
 
     With targets no look is far. Of the loads with targets far looks changed only one, and made it
     worse (docs/benchmarks/policies.md).
     """
-    hindsight, snapshot = _hindsight_of(memory), costs.snapshot
-    caches, far = costs.empty_caches(), not snapshot.targets
-    stops = {one: costs.stop_seconds(one) for one in candidates}
-
-    def look() -> _Ahead:
-        foresight = Foresight(hindsight, lasting, caches, far=far)
-        gains = {one: foresight.gain(one, stop) for one, stop in stops.items()}
-        return _Ahead(snapshot.now, snapshot.partition, gains)
-
-    return look
-
-
-def _ahead_of(snapshot: Snapshot, memory: Memory) -> _Ahead | None:
-    """Return what the look has found that went on in another thread; None if it is not done."""
-    found = snapshot.findings
-    if not memory.is_looking or not isinstance(found, _Ahead) or found.at != memory.looked_at:
-        return None
-    # What it says of another partition than the present one is of no use.
-    return found if found.here == snapshot.partition else found._replace(gains={})
+    caches, far = costs.empty_caches(), not costs.snapshot.targets
+    foresight = Foresight(_hindsight_of(memory), lasting, caches, far=far)
+    return {one: foresight.gain(one, costs.stop_seconds(one)) for one in candidates}
 
 
 def _hindsight_of(memory: Memory) -> Hindsight:

@@ -33,6 +33,8 @@ class Memory:
     """When the layout was last judged, seconds."""
     news: News = field(default_factory=News)
     """What no shadow knows yet of requests."""
+    judged: News | None = None
+    """What the judgement has of ``news`` that goes on in another thread; None: none goes on."""
     hindsight: Hindsight | None = None
     """The shadows; None: there are none yet."""
     terms_at: float = 0.0
@@ -57,9 +59,7 @@ class Memory:
     went_wider: bool | None = None
     """Whether the last switch went to fewer and wider units; None: there was none."""
     looked_at: float = -math.inf
-    """When the policy last began to look ahead, seconds."""
-    is_looking: bool = False
-    """Whether that look goes on beside the controller's work."""
+    """When the policy last looked ahead, seconds."""
     foreseen: tuple[tuple[Partition, float], ...] = ()
     """The seconds of requests that a switch to each of these would save, by that look."""
     agreed: Partition | None = None
@@ -73,6 +73,17 @@ class Memory:
         It is the mean of their number as the requests themselves see it, not the clock.
         """
         return self.squared_requests / self.requests if self.requests else 0.0
+
+    def judging(self, now: float) -> "Memory":
+        """Return the memory while a judgement of all ``news`` goes on in another thread."""
+        return replace(self, judged_at=now, judged=self.news, news=News())
+
+    @property
+    def undisturbed(self) -> "Memory":
+        """The memory when a judgement is given up that goes on in another thread."""
+        if self.judged is None:
+            return self
+        return replace(self, judged=None, news=self.judged.and_of(self.news))
 
     def watched(self, snapshot: Snapshot, model: StepPredictor, lane: Unit | None) -> "Memory":
         """Return the memory with the shadows as they are now.

@@ -33,12 +33,12 @@ class News(NamedTuple):
     ended: tuple[tuple[str, int], ...] = ()
     """Requests that have left the node, each with the tokens that it got; 0: unknown."""
 
-    def and_of(self, snapshot: Snapshot) -> "News":
-        """Return it with what a snapshot tells."""
+    def and_of(self, later: "Snapshot | News") -> "News":
+        """Return it with what a snapshot tells, or with later news."""
         return News(
-            self.arrived + snapshot.arrived,
-            self.placed + snapshot.placed,
-            self.ended + snapshot.ended,
+            self.arrived + later.arrived,
+            self.placed + later.placed,
+            self.ended + later.ended,
         )
 
 

@@ -1,7 +1,7 @@
 """Work of the policy that takes long, beside the controller's own.
 
-A look ahead on a node of eight engines takes about 0.1 s, in which the controller would send no
-request to a unit.
+To judge the layouts of a node of eight engines takes about 10 ms, and 0.1 s with a look ahead, in
+which the controller would send no request to a unit.
 """
 
 import logging

@@ -146,39 +146,62 @@ def test_a_switch_to_wider_units_must_be_foreseen_to_pay_twice(
 STUDIED = replace(CROWD, can_study=True)
 
 
-def test_looks_beside_the_controllers_work_lead_to_the_same_layout() -> None:
+def test_judgements_beside_the_controllers_work_lead_to_the_same_layout() -> None:
     plans = list(asked_for(STUDIED, 5.0))
     assert plans[-1].target == wanted(CROWD)
     assert plans[-2].study is not None
     assert [plan.study for plan in plans if plan.target] == [None]
 
 
-def first_look(seen: Snapshot, seconds: float, begin: int = 0) -> tuple[int, Plan] | None:
-    """Return the number of the first question that makes the policy look ahead, and the plan."""
-    plans = enumerate(asked_for(seen, seconds, begin), begin)
-    return next(((k, plan) for k, plan in plans if plan.study is not None), None)
+def test_there_is_one_judgement_at_a_time_and_one_that_never_ends_is_given_up() -> None:
+    begun = ADAPTIVE.plan(STUDIED)
+    assert begun.study is not None
+    seen = replace(STUDIED, memory=begun.memory)
+    for now in (WATCH_SECONDS, adaptive.LOST_SECONDS - 0.1):
+        assert ADAPTIVE.plan(replace(seen, now=now)).study is None
+    assert ADAPTIVE.plan(replace(seen, now=adaptive.LOST_SECONDS)).study is not None
 
 
-def test_there_is_one_look_at_a_time_and_one_that_never_ends_is_given_up() -> None:
-    found = first_look(STUDIED, 5.0)
-    assert found is not None
-    looked, plan = found
-    looks = replace(STUDIED, memory=plan.memory)
-    assert first_look(looks, adaptive.LOST_SECONDS - WATCH_SECONDS, looked + 1) is None
-    assert first_look(looks, adaptive.LOST_SECONDS + 5.0, looked + 1) is not None
+def last_but_one(seen: Snapshot) -> tuple[Snapshot, Plan]:
+    """Return a node whose judgement has just found a switch, and the plan of that judgement."""
+    plans = list(asked_for(seen, 5.0))
+    begun, found = plans[-2], plans[-1]
+    assert begun.study is not None
+    now = (len(plans) - 1) * WATCH_SECONDS
+    return replace(seen, now=now, memory=begun.memory, findings=begun.study()), found
 
 
-def test_findings_about_another_partition_are_dropped() -> None:
-    found = first_look(STUDIED, 5.0)
-    assert found is not None
-    looked, plan = found
-    assert plan.study is not None
-    elsewhere = replace(chats(node(FOURS, {0: 50}, rate=80.0)), can_study=True)
-    elsewhere = replace(elsewhere, now=(looked + 1) * WATCH_SECONDS, memory=plan.memory)
-    after = ADAPTIVE.plan(replace(elsewhere, findings=plan.study()))
-    assert after.target is None
-    assert isinstance(after.memory, Memory)
-    assert (after.memory.is_looking, after.memory.foreseen) == (False, ())
+def test_what_a_judgement_finds_is_dropped_if_the_node_has_changed() -> None:
+    seen, found = last_but_one(STUDIED)
+    assert ADAPTIVE.plan(seen).target == found.target
+    assert found.target is not None
+    elsewhere = chats(node(FOURS, {0: 50}, rate=80.0))
+    elsewhere = replace(
+        elsewhere, now=seen.now, memory=seen.memory, findings=seen.findings, can_study=True
+    )
+    cannot_form = replace(seen, broken=frozenset(found.target))
+    for changed in (elsewhere, cannot_form, replace(seen, switching=True)):
+        assert ADAPTIVE.plan(changed).target is None
+
+
+def unknown_to_shadows(plan: Plan) -> list[str]:
+    """Return the requests that have come and are in no shadow, after a plan."""
+    assert isinstance(plan.memory, Memory)
+    judged = () if plan.memory.judged is None else plan.memory.judged.arrived
+    return [one.request_id for one in (*judged, *plan.memory.news.arrived)]
+
+
+def test_what_comes_during_a_judgement_is_known_to_the_next_one() -> None:
+    begun = ADAPTIVE.plan(replace(STUDIED, arrived=(request("first"),)))
+    assert begun.study is not None
+    after = replace(STUDIED, now=WATCH_SECONDS, memory=begun.memory, arrived=(request("second"),))
+    done = ADAPTIVE.plan(replace(after, findings=begun.study()))
+    assert unknown_to_shadows(done) == ["second"]
+    for given_up in (
+        ADAPTIVE.plan(replace(after, switching=True)),
+        ADAPTIVE.plan(replace(after, now=adaptive.LOST_SECONDS)),
+    ):
+        assert unknown_to_shadows(given_up) == ["first", "second"]
 
 
 def test_a_surge_is_left_for_before_anything_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
