@@ -37,20 +37,20 @@ def helped(tmp_path: Path) -> tuple[Child, int]:
     with signals_held():
         child = Child(choose_context(), "helped", Helped(tmp_path / "pid"))
     while not child.is_ready:
-        assert wait([child.reports], 60.0), "it is ready"
+        assert wait([child.reports], 120.0), "it is ready"
         child.read_report()
     return child, os.pidfd_open(int((tmp_path / "pid").read_text()))
 
 
 def has_ended(helper: int) -> bool:
-    return bool(wait([helper], 30.0))
+    return bool(wait([helper], 120.0))
 
 
 def test_what_a_process_has_left_is_killed_when_it_is_found_to_have_ended(tmp_path: Path) -> None:
     child, helper = helped(tmp_path)
     assert child.is_alive
     os.kill(child.pid, signal.SIGKILL)
-    assert child.join(30.0)
+    assert child.join(120.0)
     assert has_ended(helper)
 
 
@@ -58,7 +58,7 @@ def test_what_a_process_has_left_is_killed_when_it_is_found_to_have_ended(tmp_pa
 def test_the_cause_of_an_end_names_any_signal(tmp_path: Path, number: int, name: str) -> None:
     child, _ = helped(tmp_path)
     os.kill(child.pid, number)
-    assert child.join(30.0)
+    assert child.join(120.0)
     assert child.cause == f"killed by {name}"
 
 
@@ -71,7 +71,7 @@ def test_it_is_if_another_process_is_started_before(tmp_path: Path) -> None:
     assert not child.is_alive
     assert has_ended(helper)
     other.kill()
-    assert other.join(30.0)
+    assert other.join(120.0)
     assert has_ended(others_helper)
 
 
@@ -114,11 +114,11 @@ def test_a_process_that_is_killed_leaves_no_semaphore(tmp_path: Path, method: st
     with signals_held():
         child = Child(multiprocessing.get_context(method), "locked", Locked(tmp_path / "name"))
     while not child.is_ready:
-        assert wait([child.reports], 60.0), "it is ready"
+        assert wait([child.reports], 120.0), "it is ready"
         child.read_report()
         assert child.is_ready or child.is_alive, child.cause
     child.kill()
-    assert child.join(30.0)
+    assert child.join(120.0)
     name = (tmp_path / "name").read_text().removeprefix("/")
     assert not name or not Path(f"/dev/shm/sem.{name}").exists()
 
@@ -131,6 +131,6 @@ def test_signals_are_held_until_a_process_is_set_up_for_them(tmp_path: Path, met
         child = Child(multiprocessing.get_context(method), "locked", Locked(tmp_path / "name"))
         held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     child.kill()
-    assert child.join(30.0)
+    assert child.join(120.0)
     assert {signal.SIGINT, signal.SIGTERM} <= held
     assert not {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, [])

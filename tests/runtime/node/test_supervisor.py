@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -84,8 +85,9 @@ def played_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervisor, "_SCHEDULER", f"{PARTS}:scheduler")
     monkeypatch.setattr(supervisor, "_RUNNER", f"{PARTS}:runner")
     monkeypatch.setattr(supervisor, "_CONTROLLER", f"{PARTS}:controller")
-    # Nothing takes that long, unless the machine is very busy.
-    monkeypatch.setattr(supervisor, "_EXIT_SECONDS", 30.0)
+    # Nothing takes that long.
+    monkeypatch.setattr(supervisor, "_EXIT_SECONDS", 120.0)
+    monkeypatch.setattr(supervisor, "_HURRY_SECONDS", 120.0)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     yield
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
@@ -189,7 +191,7 @@ def test_what_a_process_has_started_ends_with_it(tmp_path: Path, killed: str | N
     if watcher is not None:
         watcher.join()
     (helper,) = helpers
-    assert connection.wait([helper], 30.0) == [helper], "it has ended"
+    assert connection.wait([helper], 120.0) == [helper], "it has ended"
     os.close(helper)
 
 
@@ -226,25 +228,36 @@ def test_an_engine_that_was_stopped_for_a_moment_lives(
     assert node.leftovers() == []
 
 
-@pytest.fixture
-def stop_controller(monkeypatch: pytest.MonkeyPatch) -> Callable[[Node], None]:
-    """Return what stops a node's controller. Time passes only then, by a minute at each look."""
-    clock, stopped = ManualClock(), []
+class Stopped:
+    """A node's controller that is stopped for a while: time passes only then, at each look."""
 
-    def seconds() -> float:
-        clock.advance(60.0 * len(stopped))
-        return clock()
+    def __init__(self) -> None:
+        self._clock, self._nodes = ManualClock(), list[Node]()
 
-    def stop(node: Node) -> None:
+    def __call__(self, node: Node) -> None:
+        """Stop a node's controller."""
         os.kill(node.pid("controller"), signal.SIGSTOP)
-        stopped[:] = [node]
+        self._nodes = [node]
 
-    monkeypatch.setattr(supervisor, "HeartbeatMonitor", partial(HeartbeatMonitor, clock=seconds))
-    return stop
+    def go_on(self) -> None:
+        """Let it go on."""
+        os.kill(self._nodes.pop().pid("controller"), signal.SIGCONT)
+
+    def seconds(self) -> float:
+        self._clock.advance(60.0 * len(self._nodes))
+        return self._clock()
+
+
+@pytest.fixture
+def stop_controller(monkeypatch: pytest.MonkeyPatch) -> Stopped:
+    stopped = Stopped()
+    monitor = partial(HeartbeatMonitor, clock=stopped.seconds)
+    monkeypatch.setattr(supervisor, "HeartbeatMonitor", monitor)
+    return stopped
 
 
 def test_the_node_ends_with_a_controller_that_hangs(
-    tmp_path: Path, stop_controller: Callable[[Node], None]
+    tmp_path: Path, stop_controller: Stopped
 ) -> None:
     node = Node(tmp_path)
     node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=10.0)
@@ -261,7 +274,7 @@ def test_the_node_ends_with_a_controller_that_hangs(
 
 
 def test_a_controller_that_hangs_during_the_start_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_controller: Callable[[Node], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_controller: Stopped
 ) -> None:
     node = Node(tmp_path, fail="nobody")  # it never is ready
     node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=10.0)
@@ -278,11 +291,10 @@ def test_a_controller_that_hangs_during_the_start_ends_it(
 
 
 def test_a_controller_that_hangs_for_a_moment_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_controller: Stopped
 ) -> None:
     node = Node(tmp_path)
-    # So long that no look is in vain because the machine is busy.
-    node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=2.0)
+    node.config = msgspec.structs.replace(node.config, controller_timeout_seconds=10.0)
     looks: list[int] = []
     look = HeartbeatMonitor.look
 
@@ -290,14 +302,14 @@ def test_a_controller_that_hangs_for_a_moment_lives(
         """Let it go on after the first look in vain."""
         look(self)
         if node.said[-1:] == ["stopped"]:
+            if self._in_vain and not any(looks):
+                stop_controller.go_on()
             looks.append(self._in_vain)
-            if self._in_vain:
-                os.kill(node.pid("controller"), signal.SIGCONT)
-            elif any(looks):
+            if any(looks) and not self._in_vain:
                 interrupt()
 
     def stop_it() -> None:
-        os.kill(node.pid("controller"), signal.SIGSTOP)
+        stop_controller(node)
         node.said.append("stopped")
 
     monkeypatch.setattr(HeartbeatMonitor, "look", look_and_go_on)
@@ -400,15 +412,20 @@ def test_an_engine_that_does_not_end_is_killed_and_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that is only starting may not: whatever it served has ended by then."""
-    monkeypatch.setattr(supervisor, "_EXIT_SECONDS", 3.0)
     node = Node(tmp_path)
+    others = ("front", "scheduler-0", "runner-0", "scheduler-1")
+
+    def seconds() -> float:
+        """Time passes when all have ended but the one that does not."""
+        return 0.0 if any(is_alive(node.pid(part)) for part in others) else 1000.0
 
     def stop_one_and_interrupt() -> None:
         os.kill(node.pid("runner-1"), signal.SIGSTOP)
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=seconds))
         interrupt()
 
     assert node.run(stop_one_and_interrupt) == 0
-    assert node.said[-1] == "shoal: killed what did not end within 3 s: engine 1 runner"
+    assert node.said[-1] == "shoal: killed what did not end within 120 s: engine 1 runner"
     assert node.leftovers() == []
 
 
