@@ -103,7 +103,7 @@ class PacedRunner(Runner):
 
     def __init__(self, node: NodeConfig, *args: Any) -> None:
         super().__init__(node, *args)
-        self._pace = Pace(node)
+        self._pace = Pace(node, self._engine)
 
     def _on_step(self, step: instructions.Step) -> None:
         if self._worker.unit.leader == self._engine:  # the others wait for it
@@ -326,11 +326,13 @@ def blocks(runner: ProbedRunner, request_id: str) -> list[int]:
     return runner.blocks[request_id]
 
 
-def physical_blocks(runner: ProbedRunner, request_id: str) -> list[int]:
-    """Return the engine's own ids of a request's blocks in the unit that it works in now."""
+def physical_blocks(runner: ProbedRunner, request_ids: Sequence[str]) -> list[list[int]]:
+    """Return the engine's own ids of requests' blocks in the unit that it works in now."""
     block_map = runner._worker.block_map
-    held = runner.blocks[request_id]
-    return held if block_map is None else [block_map._physical[block] for block in held]
+    held = [runner.blocks[request_id] for request_id in request_ids]
+    if block_map is None:
+        return held
+    return [[block_map._physical[block] for block in blocks] for blocks in held]
 
 
 def skip_reseed(runner: ProbedRunner, skip: bool) -> None:

@@ -9,7 +9,7 @@ import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,11 +143,9 @@ class _Life:
             self.directions[way] += len(message.requests)
 
     @property
-    def saw_everything(self) -> bool:
-        """Whether requests have gone every way, to tiers, and with blocks copied ahead."""
+    def saw_tiers_and_precopies(self) -> bool:
         return (
-            self.directions.keys() >= DIRECTIONS
-            and self.carries.tier_requests.total("parked") > 0
+            self.carries.tier_requests.total("parked") > 0
             and self.carries.precopies.total("copied") > 0
         )
 
@@ -219,12 +217,13 @@ def live(
     operations: int,
     seed: int = SEED,
     partitions: Sequence[Partition] = PARTITIONS,
-    every_way: bool = False,
+    enough: Callable[[Collection[str]], bool] = lambda _: True,
+    everything: bool = False,
 ) -> Lived:
     """Do so many things at random, and bring all requests to their end.
 
-    What requests meet depends on how fast the engines are. A life that is to see everything goes on
-    until it has.
+    What requests meet depends on how fast the engines are. So a life goes on, up to ``MOST_TIMES``
+    as long, until it has seen what it is to see.
 
     Args:
         node: a node as ``NODE`` says.
@@ -232,13 +231,15 @@ def live(
         operations: requests, switches, drains and moves together.
         seed: of what is drawn.
         partitions: what the node switches to.
-        every_way: whether to go on, up to ``MOST_TIMES`` as long, until requests have gone in all
-            ``DIRECTIONS``, to tiers, and with blocks that were copied ahead.
+        enough: whether the directions in which requests have gone are all that it is to see.
+        everything: whether requests are to go to tiers, too, and with blocks that were copied
+            ahead.
     """
     life = _Life(node, seed, partitions)
     node.transport.before_send = life.note
     for done in range(operations * MOST_TIMES):
-        if done >= operations and (life.saw_everything or not every_way):
+        saw = enough(life.directions) and (life.saw_tiers_and_precopies or not everything)
+        if done >= operations and saw:
             break
         life.operate()
     life.end()

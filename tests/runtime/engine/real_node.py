@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,9 @@ from tests.runtime.engine.scripted_shift import Script, run_scripted_scheduler, 
 
 PATIENCE_SECONDS = 250.0
 """How long a test waits for anything before it fails: so long that it says nothing of speed."""
+
+CHANGE_PAUSE_SECONDS = 0.05
+"""How long the first pause of runners is while a change that needs no steps is under way."""
 
 MODEL_ARGS: dict[str, Any] = {
     "dtype": "float32",
@@ -319,7 +322,7 @@ class RealNode:
         model: Path,
         engines: int,
         *,
-        patience: float = 60.0,
+        patience: float = 200.0,
         max_retries: int = MAX_RETRIES,
         restart_limit: int = 0,
         precopy_tokens: int = 0,
@@ -507,9 +510,12 @@ class RealNode:
         """Have the controller's clock go on by so much at once."""
         self._skipped += seconds
 
-    def turn(self, timeout: float = 0.2) -> None:
-        """Let the controller work, and receive what came to the front end."""
-        self._turns.count()
+    def turn(self, timeout: float = 0.2, held: Collection[int] = ()) -> None:
+        """Let the controller work, and receive what came to the front end.
+
+        The runners of engines in ``held`` have no turn.
+        """
+        self._turns.count(set(range(self.config.engines)).difference(held))
         self.controller.turn(timeout)
         while self._output.poll(0):
             message = self._decoder.decode(self._output.recv_multipart())
@@ -570,12 +576,34 @@ class RealNode:
         tokens = self._tokens_of(request_id)
         return None if tokens is None else (self._prompts[request_id], len(tokens))
 
-    def until(self, holds: Callable[[], Any], what: str) -> None:
-        """Take turns until ``holds``; fail if that takes for ever."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+    def until(
+        self,
+        holds: Callable[[], Any],
+        what: str,
+        held: Callable[[], Collection[int]] = tuple,
+        pause: float = 1.0,
+    ) -> None:
+        """Take turns until ``holds``; fail if that takes for ever.
+
+        Args:
+            holds: what is waited for.
+            what: what that is, for the failure.
+            held: which engines' steps it does not need, so that these run no further than a few
+                steps, however long it takes. Nothing depends on it that they do not: they go on
+                after each pause.
+            pause: seconds; each further pause is twice as long.
+        """
+        began = time.monotonic()
+        next_turn = began + pause
         while not holds():
-            assert time.monotonic() < deadline, f"waited for ever: {what}"
-            self.turn()
+            now = time.monotonic()
+            assert now < began + PATIENCE_SECONDS, f"waited for ever: {what}"
+            if now >= next_turn:
+                self.turn(0.0)
+                pause *= 2
+                next_turn = now + pause
+            else:
+                self.turn(min(0.2, next_turn - now), held())
 
     # --- requests ---
 
@@ -634,8 +662,21 @@ class RealNode:
         return [self.tokens[request_id] for request_id in request_ids]
 
     def wait_for_tokens(self, request_ids: Sequence[str], count: int) -> None:
-        """Wait until each of the requests has at least ``count`` tokens."""
-        self.until(lambda: all(len(self.tokens[r]) >= count for r in request_ids), "tokens")
+        """Wait until each of the requests has at least ``count`` tokens.
+
+        Engines whose requests have so many wait for the others.
+        """
+
+        def lacking(requests: Iterable[str]) -> bool:
+            return any(len(self.tokens[request]) < count for request in requests)
+
+        def held() -> list[int]:
+            awaited: dict[int, set[str]] = {}
+            for unit, core in self.controller.books.requests.cores.items():
+                awaited.setdefault(unit.leader, set()).update(core.requests.keys() & request_ids)
+            return [engine for engine, of in awaited.items() if of and not lacking(of)]
+
+        self.until(lambda: not lacking(request_ids), "tokens", held)
 
     def generate(
         self,
@@ -680,24 +721,34 @@ class RealNode:
         self._control.send(m.encode(message))
         return call
 
-    def switched(self, call: int) -> SwitchView:
+    def switched(self, call: int, *, needs_steps: bool = True) -> SwitchView:
         """Wait for a switch to be over.
+
+        Args:
+            call: as ``ask`` has returned it.
+            needs_steps: whether requests are to run on meanwhile, for as long as it takes.
 
         Raises:
             SwitchFailed: the controller could not do it.
         """
-        self.until(lambda: call in self._replies, "switch")
+        self._until_answered(call, "switch", needs_steps)
         reply = self._replies.pop(call)
         if isinstance(reply, m.CallFailed):
             raise SwitchFailed(reply.error)
         assert isinstance(reply, m.SwitchDone)
         return reply.switch
 
+    def _until_answered(self, call: int, what: str, needs_steps: bool) -> None:
+        held = () if needs_steps else range(self.config.engines)
+        self.until(lambda: call in self._replies, what, lambda: held, CHANGE_PAUSE_SECONDS)
+
     def switch(self, *units: Unit, treatment: m.Treatment = m.Treatment.HARD) -> SwitchView:
         """Switch to a partition; engines that are not named stay or become single."""
         named = {engine for unit in units for engine in unit.engines}
         rest = [unit for unit in singles(self.config.engines) if unit.leader not in named]
-        return self.switched(self.ask([*units, *rest], treatment))
+        # While blocks are copied ahead, requests go on.
+        needs_steps = treatment is m.Treatment.SEQUENTIAL or self.config.precopy_tokens > 0
+        return self.switched(self.ask([*units, *rest], treatment), needs_steps=needs_steps)
 
     @contextmanager
     def bound(self, *groups: Unit) -> Iterator[None]:
@@ -736,13 +787,17 @@ class RealNode:
         self._control.send(m.encode(m.ChangeMemory(call, share, stages)))
         return call
 
-    def memory_changed(self, call: int) -> MemoryView:
+    def memory_changed(self, call: int, *, needs_steps: bool = True) -> MemoryView:
         """Wait for a change of memory to be over.
+
+        Args:
+            call: as ``ask_memory`` has returned it.
+            needs_steps: see ``switched``.
 
         Raises:
             SwitchFailed: the controller could not do it.
         """
-        self.until(lambda: call in self._replies, "memory")
+        self._until_answered(call, "memory", needs_steps)
         reply = self._replies.pop(call)
         if isinstance(reply, m.CallFailed):
             raise SwitchFailed(reply.error)

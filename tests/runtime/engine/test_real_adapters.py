@@ -177,7 +177,7 @@ def test_stages_have_the_adapters_of_their_layers(
     with RealNode(model, 2, adapters=named(adapters), max_pp=2, max_sp=2, **LORA) as node:
         with node.bound(pipeline):
             assert node.wait(submitted(node, (pipeline,), adapters)) == expected
-        requests = submitted(node, singles(2), adapters, 40)
+        requests = submitted(node, singles(2), adapters, 120)
         for partition in ((pipeline,), (PAIR,), (pipeline,), singles(2)):
             node.wait_for_tokens(requests, len(node.tokens[requests[-1]]) + 3)
             view = node.switch(*partition, treatment=m.Treatment.CARRY)

@@ -22,7 +22,7 @@ SHORT = PROMPTS[:4]
 @pytest.fixture(scope="module")
 def node(llama: Path) -> Iterator[RealNode]:
     # Requests of this node are for one unit each: they have no other to go on in.
-    with RealNode(llama, ENGINES, max_retries=0) as node:
+    with RealNode(llama, ENGINES, max_retries=0, patience=60.0) as node:
         yield node
 
 

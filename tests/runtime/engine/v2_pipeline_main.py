@@ -9,6 +9,7 @@ engines lead a random life of so many operations then (``random_life``).
 import itertools
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,6 +145,13 @@ def with_whole_stages(node: real_node.RealNode) -> list[list[int]]:
     return found
 
 
+def into_pipelines_and_back(ways: Collection[str]) -> bool:
+    """Return whether requests have gone from single engines to a pipeline, and from one back."""
+    pairs = [way.split(" to ") for way in ways]
+    there = any(source == "dp" and "pp" in target for source, target in pairs)
+    return there and any("pp" in source and target == "dp" for source, target in pairs)
+
+
 def main(directory: Path, engines: int, operations: int) -> dict[str, Any]:
     real_node.PATIENCE_SECONDS = PATIENCE_SECONDS
     case, model = CASES[engines], directory / "model"
@@ -180,7 +188,9 @@ def main(directory: Path, engines: int, operations: int) -> dict[str, Any]:
         else:
             expected = node.generate_spread(singles(engines), random_life.ALL, random_life.TOKENS)
             node.script(Script.RANDOM)
-            lived = random_life.live(node, expected, operations, partitions=PARTITIONS)
+            lived = random_life.live(
+                node, expected, operations, partitions=PARTITIONS, enough=into_pipelines_and_back
+            )
             result["life"] = msgspec.to_builtins(lived)
     return result
 

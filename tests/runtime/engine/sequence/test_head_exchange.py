@@ -51,10 +51,10 @@ class SharedSlots:
         return Slot(of_all[self._place], torch.tensor([slot.data_ptr() for slot in of_all]))
 
     def publish(self) -> None:
-        self._barrier.wait(timeout=60)
+        self._barrier.wait(timeout=240)
         # Everybody is done with the exchange before: whoever still read would see this.
         self._slot(self._published + 1).own.fill_(-1)
-        self._barrier.wait(timeout=60)
+        self._barrier.wait(timeout=240)
         self._published += 1
 
 
@@ -127,7 +127,7 @@ class Members:
         store = dist.PrefixStore(f"{kind}-{mine}", self._store)
         place, size = mine.index(member), len(mine)
         group = dist.ProcessGroup(store, place, size)
-        gloo = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=60))
+        gloo = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=240))
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         return group
 
