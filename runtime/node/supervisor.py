@@ -325,7 +325,7 @@ class Supervisor:
     def _prospect(self, restart: Restart | None) -> str:
         """Return what happens next with a lost engine, for the user."""
         if restart is not None:
-            return f"to be restarted in {restart.at - time.monotonic():.1f} s"
+            return f"to be restarted in {max(0.0, restart.at - time.monotonic()):.1f} s"
         if self._config.restart_limit and self._stage is _Stage.SERVING:
             return "and was restarted too often to be restarted again; serving goes on"
         return "serving goes on"

@@ -1,14 +1,17 @@
 """When a dead engine is started again: the policy, and the supervisor that follows it."""
 
+import itertools
 import os
 import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from shoal.runtime.node import supervisor
 from shoal.runtime.node.restarts import (
     JITTER,
     LONGEST_BACKOFF_SECONDS,
@@ -16,7 +19,14 @@ from shoal.runtime.node.restarts import (
     Restart,
     Restarts,
 )
-from tests.runtime.node.test_supervisor import Node, interrupt, is_alive, played_processes, when
+from tests.runtime.node.test_supervisor import (
+    Node,
+    interrupt,
+    is_alive,
+    played_processes,
+    wait_for,
+    when,
+)
 
 __all__ = ["played_processes"]
 
@@ -96,6 +106,7 @@ def test_a_dead_engine_is_started_again_whole(tmp_path: Path, part: str) -> None
 
     def end() -> None:
         left.extend(is_alive(node.pid(name)) for name in former)
+        wait_for("restarted", node.log)
         interrupt()
 
     watcher = when_up(node, 1, end)
@@ -110,6 +121,24 @@ def test_a_dead_engine_is_started_again_whole(tmp_path: Path, part: str) -> None
     assert "engine 1 is lost, to be restarted in 0.0 s: " in node.said[-2]
     assert node.said[-1] == "shoal: engine 1 is restarted (1)"
     assert node.leftovers() == []
+
+
+def test_a_restart_that_is_overdue_is_said_to_come_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is on a busy machine: 0.1 s pass before each look at the clock."""
+    node = restarting_node(tmp_path, 1)
+
+    def slow_down_and_kill() -> None:
+        seconds = itertools.count(1000.0, 0.1)
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+        node.kill("runner-1")
+
+    watcher = when_up(node, 1, interrupt)
+    assert node.run(slow_down_and_kill) == 0
+    watcher.join()
+    (lost,) = (line for line in node.said if "is lost" in line)
+    assert lost.startswith("shoal: engine 1 is lost, to be restarted in 0.0 s: ")
 
 
 def test_a_restart_that_fails_is_tried_again_and_not_for_ever(tmp_path: Path) -> None:

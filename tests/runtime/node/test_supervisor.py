@@ -107,6 +107,13 @@ def when(path: Path, act: Callable[[], None]) -> threading.Thread:
     return thread
 
 
+def wait_for(text: str, path: Path) -> None:
+    """Wait until a file has a text: the controller may write it long after it was told."""
+    pass_time = threading.Event()
+    while text not in path.read_text():
+        pass_time.wait(0.01)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_node_in_order(tmp_path: Path, number: signal.Signals) -> None:
     node = Node(tmp_path)
@@ -355,9 +362,17 @@ def test_a_second_signal_does_not_wait(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_controller_is_told_how_long_requests_may_go_on(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    front = FrontEnd(node.config)
+    ending = tmp_path / "ending"
+
+    def end_front() -> None:
+        wait_for("\n", ending)
+        node.kill("front")
+
+    told = when(ending, end_front)
+    front = FrontEnd(node.config, stubborn=True)
     assert Supervisor(node.config, [front], node.said.append, 12.5).run(interrupt) == 0
-    assert (tmp_path / "ending").read_text() == "12.5\n"
+    told.join()
+    assert ending.read_text() == "12.5\n"
 
 
 def test_an_engine_that_dies_while_requests_end_is_told(tmp_path: Path) -> None:
@@ -387,9 +402,7 @@ def test_a_second_signal_leaves_requests_no_time(tmp_path: Path) -> None:
 
     def interrupt_again() -> None:
         interrupt()
-        pass_time = threading.Event()
-        while ending.read_text() != "3600\n0\n":
-            pass_time.wait(0.01)
+        wait_for("3600\n0\n", ending)
         node.kill("front")
 
     signalled = when(ending, interrupt_again)
