@@ -78,6 +78,14 @@ def _run_fresh(arguments: list[str], variables: dict[str, str]) -> "subprocess.P
     )
 
 
+def told_of_work(line: str) -> bool:
+    """Return whether a line says that waiting requests go to a unit that has become free.
+
+    Whether any do depends on how fast the processes are.
+    """
+    return line.startswith("controller: ") and line.endswith(", which has room for them")
+
+
 async def until(http: httpx.AsyncClient, happens: Callable[[Any], bool]) -> None:
     """Poll the node's view, which the test's time limit bounds."""
     while not happens((await http.get("/admin/layout")).json()):

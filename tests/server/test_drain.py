@@ -6,12 +6,14 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.server.node import ServedNode, served_node, until
+from tests.server.held_steps import VARIABLE, held_steps, holdable_shoal
+from tests.server.node import ServedNode, served_node, told_of_work, until
 from tests.server.retrying_proxy import retrying_proxy
 
 MODEL = "shoal-demo"
@@ -52,7 +54,8 @@ def served(directory: Path, *arguments: str, **more: Any) -> Iterator[ServedNode
 async def test_a_client_that_reads_nothing_holds_no_blocks_and_a_drain_takes_nothing_new(
     tmp_path: Path,
 ) -> None:
-    with served(tmp_path, *SLOW) as node:
+    hold = tmp_path / "hold"
+    with served(tmp_path, *SLOW, main=holdable_shoal, **{VARIABLE: str(hold)}) as node:
         async with node.async_client() as http:
             host, port = node.url.removeprefix("http://").split(":")
             body = json.dumps(ask(60, n=64, **STREAM)).encode()
@@ -76,26 +79,27 @@ async def test_a_client_that_reads_nothing_holds_no_blocks_and_a_drain_takes_not
             async with http.stream("POST", "/v1/completions", json=ask(LONG, **STREAM)) as stream:
                 lines = stream.aiter_lines()
                 await anext(lines)
-                node.process.send_signal(signal.SIGTERM)
-                while (answer := await kept.get("/ready")).status_code == 200:
-                    pass  # the signal is on its way
-                assert answer.status_code == 503
-                assert "shutting down" in answer.json()["error"]["message"]
-                assert answer.headers["connection"] == "close"
-                refused = await kept.post("/v1/completions", json=ask())
-                assert refused.status_code == 503
-                assert refused.headers["connection"] == "close"
-                assert int(refused.headers["retry-after"]) >= 1
-                alive = await kept.get("/health")
-                assert alive.status_code == 200
-                assert alive.headers["connection"] == "close"
-                text = (await kept.get("/metrics")).text
-                assert "shoal_ready 0.0" in text
-                assert 'shoal_rejected_requests_total{reason="handed_back"} 1.0' in text
+                with held_steps(hold):  # it does not end meanwhile, and the node with it
+                    node.process.send_signal(signal.SIGTERM)
+                    while (answer := await kept.get("/ready")).status_code == 200:
+                        pass  # the signal is on its way
+                    assert answer.status_code == 503
+                    assert "shutting down" in answer.json()["error"]["message"]
+                    assert answer.headers["connection"] == "close"
+                    refused = await kept.post("/v1/completions", json=ask())
+                    assert refused.status_code == 503
+                    assert refused.headers["connection"] == "close"
+                    assert int(refused.headers["retry-after"]) >= 1
+                    alive = await kept.get("/health")
+                    assert alive.status_code == 200
+                    assert alive.headers["connection"] == "close"
+                    text = (await kept.get("/metrics")).text
+                    assert "shoal_ready 0.0" in text
+                    assert 'shoal_rejected_requests_total{reason="handed_back"} 1.0' in text
                 chunks = events(iter([line async for line in lines]))
             assert tokens_of(chunks) == LONG
             await kept.aclose()
-        assert node.wait() == []
+        assert list(filterfalse(told_of_work, node.wait())) == []
         assert node.process.returncode == 0
         assert node.leftovers() == []
 
@@ -185,11 +189,18 @@ async def test_a_rolling_restart_behind_a_retrying_proxy_loses_no_request(
             while done < 12:
                 await asyncio.sleep(0.01)  # polling, which the test's time limit bounds
             proxy.upstreams.append(second.url)
-            first.process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(first.wait) == []
+            endless = ask(1900, stream=True)  # so it ends only after it has handed requests back
+            async with (
+                first.async_client() as http,
+                http.stream("POST", "/v1/completions", json=endless),
+            ):
+                first.process.send_signal(signal.SIGTERM)
+                while 503 not in proxy.retries:
+                    await asyncio.sleep(0.01)  # polling, which the test's time limit bounds
+            said = await asyncio.to_thread(first.wait)
             ended.set()
             await customers
-            assert 503 in proxy.retries
-            assert await asyncio.to_thread(second.stop, signal.SIGTERM) == []
+            said += await asyncio.to_thread(second.stop, signal.SIGTERM)
+    assert list(filterfalse(told_of_work, said)) == []
     assert first.process.returncode == second.process.returncode == 0
     assert first.leftovers() == second.leftovers() == []

@@ -2,22 +2,32 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.node import ServedNode, served_node
+from tests.server.held_steps import VARIABLE, held_steps, holdable_shoal
+from tests.server.node import ServedNode, served_node, until
 
 MOST = 16_000
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedNode]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file that holds the engine's steps."""
+    return tmp_path_factory.mktemp("hold") / "hold"
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory, hold: Path) -> Iterator[ServedNode]:
     with served_node(
         tmp_path_factory.mktemp("held"),
         *("--engines", "1", "--fake-step-ms", "50", "--max-held-bytes", str(MOST)),
         last_line="try it:",
+        main=holdable_shoal,
+        **{VARIABLE: str(hold)},
     ) as served:
         yield served
 
@@ -40,6 +50,11 @@ async def held(http: httpx.AsyncClient) -> float:
     return float(line.rpartition(" ")[2])
 
 
+def requests_of(view: dict[str, Any]) -> int:
+    (unit,) = view["units"]
+    return int(unit["running"] + unit["waiting"])
+
+
 def check_refused(response: httpx.Response, reason: str) -> None:
     assert response.status_code == 503, response.text
     assert reason in response.json()["error"]["message"]
@@ -47,16 +62,16 @@ def check_refused(response: httpx.Response, reason: str) -> None:
 
 
 async def test_bodies_of_requests_that_run_leave_room_for_so_many_others(
-    http: httpx.AsyncClient,
+    http: httpx.AsyncClient, hold: Path
 ) -> None:
-    async with http.stream(
-        "POST", "/v1/completions", json=ask(2000, max_tokens=40, stream=True)
-    ) as stream:
-        lines = stream.aiter_lines()
-        await anext(lines)
+    with held_steps(hold):
+        answers = [asyncio.create_task(http.post("/v1/completions", json=ask(2000)))]
+        await until(http, lambda view: requests_of(view) == 1)
         assert await held(http) > 5_000
         check_refused(await http.post("/v1/completions", json=ask(2000)), "front end is full")
-        assert (await http.post("/v1/completions", json=ask(10))).status_code == 200
+        answers.append(asyncio.create_task(http.post("/v1/completions", json=ask(10))))
+        await until(http, lambda view: requests_of(view) == 2)
+    assert [(await answer).status_code for answer in answers] == [200, 200]
     while await held(http):
         await asyncio.sleep(0.01)
     assert (await http.post("/v1/completions", json=ask(2000))).status_code == 200

@@ -15,7 +15,7 @@ from shoal.loadgen.workload import Arrival
 from shoal.runtime.simulation.node_settings import Node
 from shoal.runtime.simulation.shape_files import read_hardware, read_shape
 from shoal.runtime.simulation.simulated_node import simulate
-from tests.server.node import ServedNode, served_node
+from tests.server.node import ServedNode, served_node, told_of_work
 
 MODEL = "shoal-demo"
 MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
@@ -296,6 +296,8 @@ def test_an_interrupt_ends_every_process(node: ServedNode) -> None:
     """Last: it ends the node."""
     # What the tests before this one made it do; and on a slow machine an engine may end late.
     said = ("controller: switch ", "shoal: killed what did not end within 5 s: engine")
-    assert [line for line in node.stop() if not line.startswith(said)] == []
+    output = node.stop()
+    left = [line for line in output if not line.startswith(said) and not told_of_work(line)]
+    assert left == []
     assert node.process.returncode == 0
     assert node.leftovers() == []
