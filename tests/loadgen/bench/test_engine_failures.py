@@ -54,7 +54,7 @@ def test_what_cannot_be_is_refused(option: str) -> None:
 @pytest.mark.usefixtures("preloaded_servers")
 def test_no_stream_of_a_failing_engine_is_lost(tmp_path: Path) -> None:
     out = tmp_path / "failures.json"
-    few = ("--streams", "4", "--output-tokens", "120")
+    few = ("--streams", "4", "--output-tokens", "240")
     assert main(["--times", "1", *few, "--json", str(out)]) == 0
     failures = json.loads(out.read_bytes())["failures"]
     assert [each["fault"] for each in failures] == list(FAULTS)

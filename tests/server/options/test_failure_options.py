@@ -65,6 +65,8 @@ class Stream:
         self._client = client
         self._request = request
         self.texts: dict[int, str] = {}
+        self.unit: str | None = None
+        """The unit that it was first sent to."""
         self.chunks = 0
         self.started = asyncio.Event()
         """It has ``EARLY`` chunks, or has ended with fewer of them."""
@@ -79,6 +81,7 @@ class Stream:
     async def _read(self) -> None:
         async with self._client.stream("POST", "/v1/completions", json=self._request) as response:
             assert response.status_code == 200, await response.aread()
+            self.unit = response.headers["x-shoal-unit"]
             async for event in self._events(response):
                 if "error" in event:
                     self.error = event["error"]["message"]
@@ -114,13 +117,29 @@ def requests() -> list[dict[str, Any]]:
 async def run_streams(node: ServedNode, act: Any = None) -> list[Stream]:
     """Run all streams at a time; act when each has begun."""
     async with node.async_client() as client:
+        endless = [] if act is None else await use_first_engine(client)
         streams = [Stream(client, request) for request in requests()]
         tasks = [asyncio.create_task(stream.run()) for stream in streams]
         if act is not None:
             await asyncio.gather(*(stream.started.wait() for stream in streams))
             act()
         await asyncio.gather(*tasks)
+        for task in endless:
+            task.cancel()
+        await asyncio.gather(*endless, return_exceptions=True)
     return streams
+
+
+async def use_first_engine(client: httpx.AsyncClient) -> "list[asyncio.Task[None]]":
+    """Begin streams until the first engine has one: it outlasts those that are compared."""
+    tasks: list[asyncio.Task[None]] = []
+    unit = None
+    while unit != "0":
+        stream = Stream(client, body(200 + len(tasks), max_tokens=ENDLESS))
+        tasks.append(asyncio.create_task(stream.run()))
+        await stream.started.wait()
+        unit = stream.unit
+    return tasks
 
 
 def check_streams(node: ServedNode, act: Any) -> None:
