@@ -122,10 +122,14 @@ async def test_one_of_several_prompts_that_expires_fails_the_request(
 
 async def test_a_deadline_does_not_touch_what_runs(http: httpx.AsyncClient) -> None:
     """It has a seat long before its deadline, and runs until long after it."""
-    headers = {"x-shoal-deadline-ms": "3000"}
-    response = await http.post("/v1/completions", json=ask(80), headers=headers)
+    for seconds in (3, 6, 12):  # on a busy machine it may not have a seat by then
+        tokens = 80 * seconds // 3
+        headers = {"x-shoal-deadline-ms": f"{seconds}000"}
+        response = await http.post("/v1/completions", json=ask(tokens), headers=headers)
+        if response.status_code == 200:
+            break
     assert response.status_code == 200
-    assert response.json()["usage"]["completion_tokens"] == 80
+    assert response.json()["usage"]["completion_tokens"] == tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,15 +1,22 @@
 """The benchmarks' client says in one line what a server did not do."""
 
+import socket
+
 import pytest
 from aiohttp import web
 
-from shoal.loadgen.bench.server_process import free_port
 from shoal.loadgen.bench.token_client import Client, RequestFailedError
 from tests.loadgen.stand_in import stand_in
 
 
 async def test_a_server_that_is_gone_is_a_failed_request() -> None:
-    async with Client(f"http://127.0.0.1:{free_port()}", "model") as client:
+    with socket.socket() as gone:  # its port is nobody else's meanwhile, and does not listen
+        gone.bind(("127.0.0.1", 0))
+        await check_gone(f"http://127.0.0.1:{gone.getsockname()[1]}")
+
+
+async def check_gone(url: str) -> None:
+    async with Client(url, "model") as client:
         assert not await client.is_up("/ready")
         with pytest.raises(
             RequestFailedError, match="no whole answer of /admin/layout: Connection ref"

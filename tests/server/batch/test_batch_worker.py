@@ -176,7 +176,7 @@ async def test_a_worker_that_is_stopped_just_when_it_has_work_stops(
     worker._room.set()
     await turn_of_the_loop(turns)
     task.cancel()
-    done, _ = await asyncio.wait([task], timeout=10)
+    done, _ = await asyncio.wait([task], timeout=60)
     assert done
     assert task.cancelled()
 

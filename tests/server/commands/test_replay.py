@@ -9,6 +9,7 @@ import threading
 from asyncio.subprocess import Process
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -142,10 +143,13 @@ async def test_a_server_that_is_gone_at_the_end_is_reported() -> None:
 
 async def test_ctrl_c_still_reports(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
+    connections: set[Any] = set()
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        if len(server.requests) < 3:
+        if request.transport not in connections:
+            connections.add(request.transport)
             return await complete(request)
+        # Its client has the whole answer of the request before it on this connection.
         response = await stream(request, token())
         process.send_signal(signal.SIGINT)
         await asyncio.Event().wait()
@@ -161,8 +165,8 @@ async def test_ctrl_c_still_reports(tmp_path: Path) -> None:
     assert err == b""
     assert b"INVALID RUN: it was stopped" in out
     outcomes = json.loads(figures.read_text())["outcomes"]
-    # The answer to the second one may have been on its way.
-    assert outcomes["ok"] in (1, 2)
+    # Other answers may have been on their way.
+    assert 1 <= outcomes["ok"] < len(server.requests)
     assert outcomes["cancelled"] >= 1
 
 
