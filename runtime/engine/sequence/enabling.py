@@ -109,9 +109,10 @@ class SequenceParallelism:
         if not plan.includes(layout):
             return
         base = workers[plan.base(layout)]
-        narrow = [w.communicators for w in workers.values() if w.layout.tp <= layout.tp]
+        # Layouts with stages are left out: their groups end with engines that this unit lacks.
+        flat = [w for w in workers.values() if w.layout.pp == 1 and w.layout.tp <= layout.tp]
         kv_heads = worker.config.model_config.get_total_num_kv_heads()
-        groups = sp_groups(narrow, plan.max_sp, kv_heads)
+        groups = sp_groups([w.communicators for w in flat], plan.max_sp, kv_heads)
         memory = self._peer_memory(worker, base, groups) if self._by_peers[layout] else None
         exchange = HeadExchange(groups) if memory is None else PeerExchange(groups, memory)
         self.exchanges[layout.name] = SpExchange.COLLECTIVE if memory is None else SpExchange.PEER

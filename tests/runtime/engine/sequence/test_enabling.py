@@ -96,3 +96,51 @@ def test_captures_of_a_layout_that_is_gone_are_let_go() -> None:
     by_sequence = expecting(2)
     by_sequence.forget(TP2)
     assert set(by_sequence.captures) == {DP}
+
+
+class Communicators:
+    """A layout's, on engine 0 of a node of eight; its groups are numbered as they are made."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.group, self.place = tuple(range(layout.tp)), 0
+        self.process_groups: dict[Any, Any] = {self.group: layout.name}
+        self._name = layout.name
+
+    def new_process_group(self, members: tuple[int, ...]) -> str:
+        self.process_groups[members] = f"new of {self._name}"
+        return self.process_groups[members]
+
+
+def test_groups_of_members_belong_to_the_layout_that_exchanges_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a layout with stages end with engines that the other layout's unit may lack."""
+    layouts = layouts_up_to(8, 2)
+    plan = SequencePlan(layouts, 2, sizes_are_chosen=False)
+    by_sequence = SequenceParallelism(plan)
+    found: dict[str, Any] = {}
+    exchange: Any = SimpleNamespace(connect=lambda _: None)
+    monkeypatch.setattr(enabling, "check_exchangeable", lambda *_, **__: None)
+    monkeypatch.setattr(enabling, "exchanged_layers", lambda *_: {})
+    monkeypatch.setattr(enabling, "SequenceParallelModel", lambda *_: None)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 8),
+        lora_config=None,
+        **vars(CONFIG),
+    )
+    workers: dict[Layout, Any] = {}
+    for layout in layouts:
+        workers[layout] = worker = Worker(layout)
+        by_sequence.expect(unit_of(0, layout), CONFIG)
+        worker.config, worker.active = config, None
+        worker.communicators = Communicators(layout)
+        worker.model = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device="cpu")]))
+    for layout, worker in workers.items():
+
+        def exchange_in(groups: Any, name: str = layout.name) -> Any:
+            found[name] = groups.sp
+            return exchange
+
+        monkeypatch.setattr(enabling, "HeadExchange", exchange_in)
+        by_sequence.enable(worker, workers)
+    assert found == {"tp2": "tp2", "tp4": "new of tp4", "tp8": "new of tp8"}
