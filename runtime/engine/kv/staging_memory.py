@@ -76,14 +76,14 @@ class DevicePins:
             )
         )
         on_device = ctypes.c_void_p()
-        self._check(
-            self._library.cudaHostGetDevicePointer(
-                ctypes.byref(on_device), address, ctypes.c_uint(0)
-            )
+        error = self._library.cudaHostGetDevicePointer(
+            ctypes.byref(on_device), address, ctypes.c_uint(0)
         )
-        if on_device.value != address.value:
-            self.unpin(buffer)
-            raise NotSharedError("a GPU has another address for memory of the host")
+        if not error and on_device.value == address.value:
+            return
+        self.unpin(buffer)
+        self._check(error)
+        raise NotSharedError("a GPU has another address for memory of the host")
 
     def unpin(self, buffer: torch.Tensor) -> None:
         """See ``Pins.unpin``."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.runtime.engine.groups.peer_memory import NotSharedError
 from shoal.runtime.engine.kv.kv_memory import Handle, HeldBuffer, HostMemory, Mapped
 from shoal.runtime.engine.kv.kv_pages import KvPages
 from shoal.runtime.engine.kv.peer_buffers import PeerBuffers
@@ -82,7 +83,11 @@ class Tiers:
         """Blocks that requests can have: the first one stands for KV that nothing needs."""
         raw = memory.allocate(block * (self.blocks + 1))
         self.own = HeldBuffer(raw)
-        self._peers.announce(raw)
+        try:
+            self._peers.announce(raw)
+        except NotSharedError:
+            memory.release(raw)  # or what has been pinned of it would stay with the process
+            raise
 
     def open_all(self, engines: int, seconds: float) -> str:
         """Map the tiers of all engines; return why one cannot be mapped, or "".

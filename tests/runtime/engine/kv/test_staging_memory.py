@@ -25,6 +25,8 @@ class Library:
     def __init__(self) -> None:
         self.calls = list[str]()
         self.error = 0
+        self.unreachable = 0
+        """CUDA's error for an address that the GPU lacks; 0: it has all."""
         self.moved = 0
         """How far the GPU's address is from the host's."""
 
@@ -35,7 +37,7 @@ class Library:
 
     def on_device(self, found: Any, address: Any, flags: Any) -> int:
         ctypes.cast(found, ctypes.POINTER(ctypes.c_void_p))[0] = address.value + self.moved
-        return 0
+        return self.unreachable
 
     def unregister(self, address: Any) -> int:
         self.calls.append("unregister")
@@ -101,3 +103,10 @@ def test_memory_with_another_address_on_the_gpu_is_not_used(library: Library) ->
     with pytest.raises(NotSharedError, match="another address"):
         region()
     assert library.calls == ["register", "unregister"]
+
+
+def test_memory_that_the_gpu_cannot_reach_is_let_go_of(library: Library) -> None:
+    library.unreachable = 801
+    with pytest.raises(NotSharedError, match="CUDA error 801"):
+        region()
+    assert library.calls == ["register", "unregister", "forget the error"]

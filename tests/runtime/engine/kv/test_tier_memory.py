@@ -1,5 +1,6 @@
 """KV goes to memory of the host and from there to any unit, and every byte is in its place."""
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -92,9 +93,18 @@ def test_all_tiers_are_mapped_and_pinned_at_the_start(tmp_path: Path) -> None:
 def test_memory_that_cannot_be_pinned_is_refused_and_others_hear_of_it(tmp_path: Path) -> None:
     case = CASES["DP to TP2"]
     other = Tiers(tmp_path, 1, 1 << 20, [case.pages], CountedPins())
+    kept = files_of_tiers(tmp_path)
     with pytest.raises(NotSharedError, match="cannot be pinned"):
         Tiers(tmp_path, 0, 1 << 20, [case.pages], CountedPins(refuses=True))
     assert "cannot be pinned" in other.open_all(2, 0.0)
+    assert files_of_tiers(tmp_path) == kept
+    assert kept
+
+
+def files_of_tiers(directory: Path) -> list[Path]:
+    """Return this process's descriptors of tiers' memory, which keep that memory from ending."""
+    files = Path("/proc/self/fd").iterdir()
+    return [file for file in files if f"memfd:{directory.name}-tier" in os.path.realpath(file)]
 
 
 def test_a_tier_that_is_smaller_than_two_blocks_holds_nothing(tmp_path: Path) -> None:
