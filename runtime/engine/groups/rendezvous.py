@@ -6,8 +6,8 @@ is made by its members alone, through a store of its own for every time that it 
 default group only numbers the engines: it connects nobody, and a collective on it raises.
 """
 
-import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -122,7 +122,8 @@ class Rendezvous:
         self._engine = engine
         self._name = f"{unit.name}-{'-'.join(map(str, unit.engines))}.{generation}"
         self._patience = timedelta(seconds=seconds)
-        self._numbers = itertools.count()
+        self._made = Counter[str]()
+        """How often each members' groups were made: other members may have made others."""
         self._unit = unit
         # A file that is never used twice: one that a dying process wrote to may be damaged.
         path = directory / f"members-{self._name}"
@@ -154,13 +155,14 @@ class Rendezvous:
         if self._engine not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER
         members = "-".join(map(str, ranks))
+        self._made[members] += 1
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(self._engine),
             list(ranks),
             dist.Backend(backend),
             dist.HashStore() if len(ranks) == 1 else self._stores[dist.Backend(backend)],
-            c10d.GroupName(f"{self._name}/{members}/{next(self._numbers)}"),
+            c10d.GroupName(f"{self._name}/{members}/{self._made[members]}"),
             timeout=self._patience,
         )
         c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}

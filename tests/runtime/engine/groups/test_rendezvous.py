@@ -58,13 +58,15 @@ def make(
     unit: Unit,
     generation: int,
     seconds: float = PATIENCE_SECONDS,
+    alone: int = 1,
 ) -> int:
-    """Make a unit's process group, and one of this engine alone in between, as vLLM does."""
+    """Make a unit's process group, and groups of this engine alone before it, as vLLM does."""
     from shoal.runtime.engine.groups.rendezvous import Rendezvous
 
     rendezvous = Rendezvous(directory, unit, engine, generation, seconds)
-    for other in range(ENGINES):
-        rendezvous.new_group([other], backend="gloo")
+    for _ in range(alone):
+        for other in range(ENGINES):
+            rendezvous.new_group([other], backend="gloo")
     groups[unit] = rendezvous.new_group(unit.engines, backend="gloo")
     return groups[unit].size()
 
@@ -135,6 +137,19 @@ def test_a_group_is_made_by_its_members_and_again_when_one_was_replaced(tmp_path
     finally:
         survivor.kill()
         victim.kill()
+
+
+def test_members_meet_though_one_of_them_has_made_other_groups_before(tmp_path: Path) -> None:
+    """It lacks a narrower layout, say, whose groups the other one uses again."""
+    engines = [Engine(tmp_path, engine) for engine in PAIR.engines]
+    try:
+        for engine, alone in zip(engines, (1, 2), strict=True):
+            engine.tell(make, PAIR, 0, PATIENCE_SECONDS, alone)
+        assert [engine.answer for engine in engines] == [2, 2]
+        assert ask(engines, total, PAIR) == [5, 5]
+    finally:
+        for engine in engines:
+            engine.kill()
 
 
 def test_all_agree_on_the_least(tmp_path: Path) -> None:
