@@ -109,7 +109,7 @@ def _problems_of_draft(draft: Any, model: Any, method: str) -> dict[str, bool]:
 
 
 def check_speculation_and_layouts(args: Namespace, max_group: int) -> None:
-    """Refuse what does not go with speculation: stages, shared weights, adapters, some SP degrees.
+    """Refuse what does not go with speculation: stages, shared weights, some SP degrees.
 
     A draft model has its heads in the order of the members. If groups are wider than the degree of
     SP, their model has them in another order (``head_order``), in which a carry would read the KV
@@ -127,10 +127,6 @@ def check_speculation_and_layouts(args: Namespace, max_group: int) -> None:
     for flag, value in (("--max-pp", args.max_pp), ("--share-weights", args.share_weights)):
         if value > 1:
             raise UserError(f"{flag} {value}: it must be 1 with --speculative-config")
-    # For adapters, vLLM's V2 model runner has one row of logits for each request
-    # (``LoraState.make_lora_inputs``). A step that checks drafts has several.
-    if args.enable_lora:
-        raise UserError("--enable-lora: not supported with --speculative-config")
     method = args.speculative_config.get("method")
     if method in (EAGLE, EAGLE_3) and 1 < args.max_sp < max_group:
         raise UserError(

@@ -2,8 +2,12 @@
 
 vLLM puts a layer around each layer of a loaded model (``LoRAModelRunnerMixin.load_lora_model``) and
 computes what adapters add beside the product of the layer's own weights, which are views in all
-layouts but DP. Of models with routed experts it adapts attention and dense networks alone: its
-layers for experts need weights of their own (``FusedMoEWithLoRA``).
+layouts but DP. It adapts only ``LAYERS`` in two cases:
+
+- In models with routed experts, for which its layers need weights of their own
+  (``FusedMoEWithLoRA``).
+- With speculation: an adapted head would have to know whose each row of logits is, and vLLM's V2
+  model runner says this only where each request has one row (``LoraState.make_lora_inputs``).
 """
 
 from typing import Any
@@ -14,9 +18,8 @@ from vllm.lora.request import LoRARequest
 from shoal.runtime.config import NodeConfig
 from shoal.runtime.engine.layouts.layout_worker import LayoutWorker
 
-BESIDE_EXPERTS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
-"""Layers that have adapters in a model with routed experts, by vLLM's names: those of attention, of
-dense networks and of shared experts."""
+LAYERS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""Layers of attention, of dense networks and of shared experts, by vLLM's names."""
 
 
 class UnreadableAdapter(ValueError):
@@ -34,10 +37,15 @@ def adapter_requests(node: NodeConfig) -> list[LoRARequest]:
     ]
 
 
-def adapt_beside_experts(config: VllmConfig) -> None:
-    """Leave routed experts without slots for adapters; ``config`` is changed in place."""
-    if config.lora_config is not None and config.model_config.is_moe:
-        config.lora_config.target_modules = list(BESIDE_EXPERTS)
+def limit_adapters(config: VllmConfig) -> None:
+    """Leave all but ``LAYERS`` without slots for adapters, where only these may be adapted.
+
+    Args:
+        config: of a layout; changed in place.
+    """
+    is_limited = config.model_config.is_moe or config.speculative_config is not None
+    if config.lora_config is not None and is_limited:
+        config.lora_config.target_modules = list(LAYERS)
 
 
 def load_adapters(node: NodeConfig, worker: LayoutWorker) -> None:
@@ -62,7 +70,8 @@ def load_adapters(node: NodeConfig, worker: LayoutWorker) -> None:
         if left_out := _left_out(worker, request):
             raise UnreadableAdapter(
                 f"adapter {request.lora_name}: it adapts {left_out}, and in models with routed "
-                "experts only attention, dense networks and shared experts have adapters"
+                "experts, and with speculative decoding, only attention, dense networks and shared "
+                "experts have adapters"
             )
 
 

@@ -6,7 +6,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from shoal.policies.values.layouts import DP, Layout
 from shoal.runtime.config import LayoutConfigs, NodeConfig
-from shoal.runtime.engine.layouts.adapters import adapt_beside_experts
+from shoal.runtime.engine.layouts.adapters import limit_adapters
 from shoal.runtime.engine.layouts.cpu_speculation import speculate_on_cpus
 from shoal.runtime.engine.layouts.streamed_graphs import can_have_graphs
 from shoal.runtime.engine.weights.rules.rule_registry import WEIGHT_SCHEME
@@ -47,7 +47,7 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
         "shoal_weights": f"{WEIGHT_SCHEME},groups={node.weight_groups},{shared}",
     }
     config.quant_config = SharedWeights(views=layout != DP, inner=config.quant_config)
-    adapt_beside_experts(config)
+    limit_adapters(config)
     # A layout that cannot hold the asked length serves what it can (see ``vllm_backend``).
     config.model_config.original_max_model_len = -1
     if current_platform.is_cpu():

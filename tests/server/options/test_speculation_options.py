@@ -185,7 +185,7 @@ def test_a_node_with_a_draft_model_is_checked_as_it_is_configured(
 
 
 def options(**given: Any) -> Any:
-    defaults = {"max_sp": 1, "max_pp": 1, "share_weights": 1, "enable_lora": False}
+    defaults = {"max_sp": 1, "max_pp": 1, "share_weights": 1}
     return SimpleNamespace(**{"speculative_config": NGRAMS, **defaults, **given})
 
 
@@ -204,7 +204,6 @@ def test_a_method_must_be_named_and_known(found: dict[str, Any]) -> None:
     [
         ({"max_pp": 2}, "--max-pp 2: it must be 1 with --speculative-config"),
         ({"share_weights": 4}, "--share-weights 4: it must be 1 with --speculative-config"),
-        ({"enable_lora": True}, "--enable-lora: not supported with --speculative-config"),
     ],
 )
 def test_what_was_not_tried_beside_it_is_refused(given: dict[str, Any], said: str) -> None:

@@ -65,7 +65,7 @@ class ExpertsRule(ShardRule):
         Raises:
             UnviewableWeights: vLLM's kernel for experts in MXFP4 is not served.
         """
-        # No adapter adapts them (``adapt_beside_experts``), so no kernel need know of adapters.
+        # No adapter adapts them (``limit_adapters``), so no kernel need know of adapters.
         layer.moe_config.is_lora_enabled = False
         if isinstance(inner, Fp8Config) and inner.weight_block_size and current_platform.is_cpu():
             return PlainFp8Experts(inner, layer)

@@ -8,10 +8,10 @@ from vllm.lora.request import LoRARequest
 
 from shoal.runtime.config import Adapter, NodeConfig
 from shoal.runtime.engine.layouts.adapters import (
-    BESIDE_EXPERTS,
+    LAYERS,
     UnreadableAdapter,
-    adapt_beside_experts,
     adapter_requests,
+    limit_adapters,
     load_adapters,
 )
 
@@ -48,14 +48,19 @@ def test_an_adapter_that_cannot_be_read_is_named_in_one_line() -> None:
     assert str(caught.value) == "adapter clerk: LoRA rank 64 is greater than max_lora_rank 16."
 
 
+@pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize(
-    ("is_moe", "lora", "targets"),
-    [(True, True, list(BESIDE_EXPERTS)), (False, True, None), (True, False, None)],
+    ("is_moe", "speculation", "targets"),
+    [(True, None, [*LAYERS]), (False, "ngram", [*LAYERS]), (False, None, None)],
 )
-def test_routed_experts_have_no_slots(is_moe: bool, lora: bool, targets: list[str] | None) -> None:
+def test_routed_experts_and_heads_of_drafts_have_no_slots(
+    is_moe: bool, speculation: str | None, targets: list[str] | None, lora: bool
+) -> None:
     adapters = SimpleNamespace(target_modules=None)
     config: Any = SimpleNamespace(
-        lora_config=adapters if lora else None, model_config=SimpleNamespace(is_moe=is_moe)
+        lora_config=adapters if lora else None,
+        model_config=SimpleNamespace(is_moe=is_moe),
+        speculative_config=speculation,
     )
-    adapt_beside_experts(config)
-    assert adapters.target_modules == targets
+    limit_adapters(config)
+    assert adapters.target_modules == (targets if lora else None)
