@@ -94,16 +94,18 @@ class DevicePages:
         Raises:
             NotSharedError: this GPU cannot reach it.
         """
-        with self._current():
-            pieces = ImportedPieces(self._driver, sum(sizes), self._current)
-            try:
+        pieces: ImportedPieces | None = None
+        try:
+            with self._current():
+                pieces = ImportedPieces(self._driver, sum(sizes), self._current)
                 for file, size in zip(files, sizes, strict=True):
                     pieces.add(file, size)
                 self._driver.allow(pieces.address, sum(sizes), self._number, writes=False)
-            except DriverError as error:
+        except DriverError as error:
+            if pieces is not None:
                 pieces.close()
-                problem = f"GPU {self._number} cannot read another engine's memory"
-                raise NotSharedError(f"{problem} ({error})") from error
+            problem = f"GPU {self._number} cannot read another engine's memory"
+            raise NotSharedError(f"{problem} ({error})") from error
         return pieces
 
     def _current(self) -> AbstractContextManager[Any]:

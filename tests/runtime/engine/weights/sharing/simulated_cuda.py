@@ -62,6 +62,8 @@ class HostDriver:
         os.close(handle)
 
     def reserve(self, size: int) -> int:
+        if self.refuses == "reserve":
+            raise DriverError("reserve: NOT_PERMITTED")
         _require(size % GRANULE == 0, "reserve: no whole pages")
         address = self._nothing(None, size, 0)
         self._reserved[address] = size

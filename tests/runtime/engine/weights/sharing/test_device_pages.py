@@ -97,6 +97,16 @@ def test_what_cannot_be_mapped_is_named_and_leaves_nothing_behind(
         os.close(file)
 
 
+def test_addresses_that_are_not_there_are_named_too(driver: Any, pages: DevicePages) -> None:
+    files = pages.export(pages.create(SIZES), SIZES)
+    driver.refuses = "reserve"
+    line = r"^GPU 0 cannot read another engine's memory \(reserve: NOT_PERMITTED\)$"
+    with pytest.raises(NotSharedError, match=line):
+        pages.open(files, SIZES)
+    for file in files:
+        os.close(file)
+
+
 def test_memory_that_cannot_be_handed_out_is_named(driver: Any, pages: DevicePages) -> None:
     memory = pages.create(SIZES)
     driver.refuses = "export"
