@@ -3,20 +3,11 @@
 Each call checks what the driver answers. Importing this module imports no CUDA.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 
 class DriverError(RuntimeError):
     """The driver refused a call. The message is one line: the call, and the name of the error."""
-
-
-class Rows(NamedTuple):
-    """Where rows of bytes lie."""
-
-    address: int
-    """Of the first row."""
-    stride: int
-    """Bytes from one row to the next."""
 
 
 def _bindings() -> Any:
@@ -105,24 +96,6 @@ class CudaDriver:
             stream: the stream that copies.
         """
         self._do("cuMemcpyAsync", target, source, size, stream)
-
-    def copy_rows(self, target: Rows, source: Rows, rows: int, size: int, stream: int) -> None:
-        """Have rows of bytes copied; both may be on any GPU.
-
-        Args:
-            target: where they come to lie.
-            source: where they lie.
-            rows: how many.
-            size: bytes of each.
-            stream: the stream that copies.
-        """
-        anywhere = self._api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-        copy = self._api.CUDA_MEMCPY2D()
-        copy.dstMemoryType = copy.srcMemoryType = anywhere
-        copy.dstDevice, copy.dstPitch = target
-        copy.srcDevice, copy.srcPitch = source
-        copy.WidthInBytes, copy.Height = size, rows
-        self._do("cuMemcpy2DAsync", copy, stream)
 
     def _kind(self, device: int) -> Any:
         """Return what memory is made: on a GPU, with descriptors."""

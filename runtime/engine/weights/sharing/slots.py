@@ -21,7 +21,10 @@ SLOTS = 2
 
 
 class Copy(NamedTuple):
-    """One copy: from a peer's memory, or this engine's own, to a part of a slot."""
+    """One copy: from a peer's memory, or this engine's own, to a part of a slot.
+
+    The elements of either are adjacent, as rows of a weight are.
+    """
 
     target: torch.Tensor
     source: torch.Tensor

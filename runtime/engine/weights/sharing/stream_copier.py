@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.runtime.engine.weights.sharing.cuda_driver import CudaDriver, Rows
+from shoal.runtime.engine.weights.sharing.cuda_driver import CudaDriver
 from shoal.runtime.engine.weights.sharing.slots import Copy
 
 
@@ -41,7 +41,10 @@ class StreamCopier:
             stream.wait_event(computed)
         for copy in copies:
             stream = self._streams.own if copy.is_own else self._streams.peers
-            self._copy(copy, stream.cuda_stream)
+            size = copy.target.nbytes
+            self._driver.copy(
+                copy.target.data_ptr(), copy.source.data_ptr(), size, stream.cuda_stream
+            )
         return tuple(_after(stream) for stream in self._streams)
 
     def wait(self, started: tuple[torch.cuda.Event, ...]) -> None:
@@ -54,20 +57,6 @@ class StreamCopier:
         """See ``Copier.finish``."""
         for copied in started:
             copied.synchronize()
-
-    def _copy(self, copy: Copy, stream: int) -> None:
-        target, source = copy.target, copy.source
-        if target.is_contiguous() and source.is_contiguous():
-            self._driver.copy(target.data_ptr(), source.data_ptr(), target.nbytes, stream)
-            return
-        # Some columns of a weight: the elements of a row are adjacent.
-        rows, columns = target.shape
-        size = columns * target.element_size()
-        self._driver.copy_rows(_rows(target), _rows(source), rows, size, stream)
-
-
-def _rows(weight: torch.Tensor) -> Rows:
-    return Rows(weight.data_ptr(), weight.stride(0) * weight.element_size())
 
 
 def _after(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.runtime.engine.weights.sharing.cuda_driver import DriverError, Rows
+from shoal.runtime.engine.weights.sharing.cuda_driver import DriverError
 
 GRANULE = 4096
 MAP_FIXED = 0x10
@@ -118,12 +118,6 @@ class HostDriver:
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         self._note("copy", stream)
         ctypes.memmove(target, source, size)
-
-    def copy_rows(self, target: Rows, source: Rows, rows: int, size: int, stream: int) -> None:
-        self._note("copy rows", stream)
-        for row in range(rows):
-            begins = (of.address + row * of.stride for of in (target, source))
-            ctypes.memmove(*begins, size)
 
 
 def _require(allowed: bool, problem: str) -> None:

@@ -57,15 +57,9 @@ def test_streams_are_made_once(driver: HostDriver) -> None:
 def test_parts_are_copied_as_they_lie(driver: HostDriver, dtype: torch.dtype) -> None:
     whole = torch.zeros(6, 8, dtype=dtype)
     rows = torch.arange(16).view(2, 8).to(dtype)
-    columns = torch.arange(24).view(6, 4).to(dtype)
-    made = copier(driver)
-    made.start([Copy(whole[2:4], rows)])
+    copier(driver).start([Copy(whole[2:4], rows)])
     assert torch.equal(whole[2:4], rows)
     assert whole.count_nonzero() == 15
-    made.start([Copy(whole[:, 4:], columns)])
-    assert torch.equal(whole[:, 4:], columns)
-    assert torch.equal(whole[2:4, :4], rows[:, :4])
-    assert [seen[0] for seen in driver.seen if "copy" in seen[0]] == ["copy", "copy rows"]
 
 
 def test_a_slot_is_filled_when_its_last_layer_is_computed_and_used_when_it_is_filled(
