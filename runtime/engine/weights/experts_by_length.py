@@ -19,14 +19,14 @@ from shoal.runtime.engine.weights.rules.expert_ranges import (
 from shoal.runtime.engine.weights.rules.experts import of_experts
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
-from shoal.runtime.engine.weights.store import WeightStore, layers_of
+from shoal.runtime.engine.weights.store import ResidentWeights, layers_of
 from shoal.runtime.whole_experts import WholeExperts
 
 log = logging.getLogger("shoal.engine")
 
 
 def add_whole_experts(
-    model: nn.Module, store: WeightStore, shard: Shard, when: WholeExperts
+    model: nn.Module, store: ResidentWeights, shard: Shard, when: WholeExperts
 ) -> None:
     """Let the experts of a layout's model have a range of whole experts beside their shares.
 

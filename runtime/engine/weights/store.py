@@ -1,7 +1,6 @@
 """Where the full weights of the model are."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,12 +10,15 @@ from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard
 
 
-class WeightStore(Protocol):
-    """The full weights, wherever they are: code that needs a tensor of DP's asks here."""
+class ResidentWeights:
+    """The full weights on this engine's device: the DP model's own parameters and buffers.
 
-    @property
-    def model(self) -> nn.Module:
-        """The DP model: which layers there are, their sizes, and what vLLM made of them."""
+    Args:
+        model: the DP model: which layers there are, their sizes, and what vLLM made of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole parameter or buffer, as the DP model computes with it.
@@ -27,28 +29,6 @@ class WeightStore(Protocol):
         Raises:
             KeyError: there is no such tensor.
         """
-
-    def part(self, full: FullLayer, shard: Shard) -> tuple[FullLayer, Shard]:
-        """Return which layer a layout's layer is a part of, and which part.
-
-        Args:
-            full: the layer of the DP model.
-            shard: which share of it a member of a layout has, by its rank or its heads.
-        """
-
-
-class ResidentWeights:
-    """The full weights on this engine's device: the DP model's own parameters and buffers.
-
-    Args:
-        model: the DP model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return the parameter or buffer itself (see ``WeightStore``)."""
         path, _, key = name.rpartition(".")
         module = without_adapters(self.model.get_submodule(path))
         for tensors in (module._parameters, module._buffers):
@@ -58,7 +38,12 @@ class ResidentWeights:
         raise KeyError(name)
 
     def part(self, full: FullLayer, shard: Shard) -> tuple[FullLayer, Shard]:
-        """Return the layer itself (see ``WeightStore``)."""
+        """Return which layer a layout's layer is a part of, and which part: here ``full`` itself.
+
+        Args:
+            full: the layer of the DP model.
+            shard: which share of it a member of a layout has, by its rank or its heads.
+        """
         return full, shard
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import LoadConfig, ModelConfig, VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -29,14 +29,14 @@ from shoal.runtime.engine.weights.rules.formats import owns_weights
 from shoal.runtime.engine.weights.rules.rule_registry import rule_of
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
-from shoal.runtime.engine.weights.store import WeightStore, layers_of
+from shoal.runtime.engine.weights.store import ResidentWeights, layers_of
 from shoal.runtime.whole_experts import WholeExperts
 
 VIEW_LOAD_FORMAT = "shoal_view"
 """``load_format`` of every layout but DP."""
 
 
-def arrange_weights(store: WeightStore, groups: int) -> None:
+def arrange_weights(store: ResidentWeights, groups: int) -> None:
     """Put the rows of the DP model in an order in which shards are ranges, in place.
 
     Args:
@@ -53,7 +53,7 @@ def arrange_weights(store: WeightStore, groups: int) -> None:
 
 
 def view_weights(
-    model: nn.Module, store: WeightStore, layout: Layout, rank: int, heads: int | None = None
+    model: nn.Module, store: ResidentWeights, layout: Layout, rank: int, heads: int | None = None
 ) -> None:
     """Turn the parameters of a layout's model into views of the full weights.
 
@@ -153,7 +153,7 @@ def show_weights(model: nn.Module) -> None:
 
 
 def register_view_loader(
-    store: Callable[[], WeightStore],
+    store: Callable[[], ResidentWeights],
     head_shard: Callable[[int, Layout], int],
     loader: Callable[[], BaseModelLoader],
     whole: WholeExperts | None = None,
@@ -169,9 +169,6 @@ def register_view_loader(
 
     class ViewLoader(BaseModelLoader):  # type: ignore[misc]
         """Builds a layout's model without storage and points it at the full weights."""
-
-        def __init__(self, load_config: LoadConfig) -> None:
-            super().__init__(load_config)
 
         def download_model(self, model_config: ModelConfig) -> None:
             """Nothing to fetch: the full weights are there."""

@@ -28,7 +28,7 @@ class FullLayer:
     module: nn.Module
     """vLLM's layer, which has its sizes, its method, and the shapes of its tensors."""
     find: Callable[[str], torch.Tensor]
-    """``WeightStore.tensor``."""
+    """``ResidentWeights.tensor``."""
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return one of its parameters or buffers, whole."""

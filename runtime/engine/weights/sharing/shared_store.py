@@ -21,7 +21,7 @@ class SharedStore(ResidentWeights):
         self._layers = layers
 
     def part(self, full: FullLayer, shard: Shard) -> tuple[FullLayer, Shard]:
-        """Return a layer that this engine keeps or streams (see ``WeightStore``)."""
+        """Return a layer that this engine keeps or streams, or ``full`` itself."""
         return self._layers.part(full, shard)
 
     @property
