@@ -255,10 +255,6 @@ class SharedLayers:
         of_experts = name.removesuffix("_packed") in self._weights
         return of_layer or of_experts or self._vocabulary.has(layer, key)
 
-    def _member_part(self, weight: SharedWeight, whole: torch.Tensor, tp: int) -> torch.Tensor:
-        """Return what this engine computes with in a layout, of a whole weight as it is stored."""
-        return weight.within(whole, weight.order(self._place % tp, tp), tp)
-
     def allocate(self) -> None:
         """Find or make memory for this engine's part: all layers are known, none is loaded."""
         if self.kept.allocate(self.size):
@@ -352,9 +348,9 @@ class SharedLayers:
         if tp >= parts:
             assert weight.kept is not None, "its weights are not there yet"
             return weight.kept, PartRange(weight.own, 1)
-        count = parts // tp
-        stored = self._member_part(weight, self.whole.weight(name), tp)
-        return stored, PartRange(weight.order(self._place % tp, tp) * count, count)
+        count, wanted = parts // tp, weight.order(self._place % tp, tp)
+        stored = weight.within(self.whole.weight(name), wanted, tp)
+        return stored, PartRange(wanted * count, count)
 
     def _within(self, tp: int, order: Order) -> Shard:
         """Return the part that this engine computes in a layout, of what it keeps or has streamed.

@@ -6,7 +6,6 @@ a packed matrix of its own, ``[outputs, inputs of the part]``, and is multiplied
 are quantised once, with the scales that they have without sharing. Every engine has all scales.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from shoal.runtime.engine.kernels.fp8_methods import (
     quantising_kernel,
 )
 from shoal.runtime.engine.weights.rules import fp8
-from shoal.runtime.engine.weights.rules.shards import Axes, UnviewableWeights, named
+from shoal.runtime.engine.weights.rules.shards import UnviewableWeights, named
 from shoal.runtime.engine.weights.sharing.shared_weight import (
     BY_INPUTS,
     DOWN,
@@ -359,10 +358,6 @@ def _piece(
         if key != "weight" and parameter is not None:
             parameter.data = parameter.data.contiguous()
     piece.begin = (parts.first - before) * piece.input_size
-    piece.input_block = _input_block(fp8.axes(layer).values())
+    piece.input_block = max(axes.input_block for axes in fp8.axes(layer).values())
     piece.kernel = piece_kernel(fp8_owner(layer).fp8_linear, piece)
     return piece
-
-
-def _input_block(axes: Iterable[Axes]) -> int:
-    return max(one.input_block for one in axes)

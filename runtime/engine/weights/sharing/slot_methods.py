@@ -179,9 +179,12 @@ class SlotOfHeads(InSections):
     def part(
         self, layer: nn.Module, weight: SharedWeight, stored: torch.Tensor, parts: PartRange
     ) -> nn.Module:
-        """See ``SlotMethod.part``."""
+        """See ``SlotMethod.part``. The part knows which heads it has (``QkvRule``)."""
         part: nn.Module = super().part(layer, weight, stored, parts)  # type: ignore[misc]
-        note_heads(part, layer, weight, parts)
+        all_parts = weight.degree.parts
+        part.output_sizes = [size * parts.size // all_parts for size in weight.sections]
+        part.total_num_kv_heads = layer.total_num_kv_heads * parts.size // all_parts
+        part.shoal_grouped = parts.size > 1
         return part
 
     def stream(
@@ -251,21 +254,6 @@ def note_parts(layer: nn.Module, weight: SharedWeight, parts: PartRange, pp: int
     layer.slot_number, layer.slot_parts, layer.slot_pp = weight.layer, parts.size, pp
     layer.slot_tp = weight.degree.parts // parts.size
     layer.slot_sections = tuple(size // layer.slot_tp for size in weight.sections)
-
-
-def note_heads(part: nn.Module, layer: nn.Module, weight: SharedWeight, parts: PartRange) -> None:
-    """Let the part that rules view know which heads it has (``QkvRule``).
-
-    Args:
-        part: what ``SlotMethod.part`` returns.
-        layer: of the DP model.
-        weight: its weight.
-        parts: those of the weight that the part has.
-    """
-    all_parts = weight.degree.parts
-    part.output_sizes = [size * parts.size // all_parts for size in weight.sections]
-    part.total_num_kv_heads = layer.total_num_kv_heads * parts.size // all_parts
-    part.shoal_grouped = parts.size > 1
 
 
 def order_by_parts(rows: torch.Tensor, sections: Sequence[int], parts: int) -> None:

@@ -76,7 +76,7 @@ def copy_all(copies: Sequence[Copy]) -> None:
             copy.target.copy_(copy.source)
 
 
-class Filled(NamedTuple):
+class _Contents(NamedTuple):
     """What a slot holds, or is being filled with."""
 
     tp: int
@@ -104,7 +104,7 @@ class WeightSlots:
         """The numbers of what has whole weights, and is not copied into slots."""
         self._known: dict[tuple[int, int, int], Sequence[int]] = {}
         """What ``_ahead`` has found, by its arguments."""
-        self._filled: list[Filled | None] = [None] * SLOTS
+        self._filled: list[_Contents | None] = [None] * SLOTS
         self._keeper: Keeper | None = None
         self._watch: Callable[[int], None] | None = None
         """See ``left_alone``."""
@@ -191,12 +191,12 @@ class WeightSlots:
                 self.copier.wait(filled.started)
         self._filled = [None] * SLOTS
 
-    def _fill(self, tp: int, layer: int) -> Filled:
+    def _fill(self, tp: int, layer: int) -> _Contents:
         filled = self._filled[layer % SLOTS]
         if filled is None or filled[:2] != (tp, layer):
             # Copies are done in order: what is still on its way to this slot comes first.
             self._await_readers(layer % SLOTS)
-            filled = Filled(tp, layer, self.copier.start(self.copies[tp][layer]))
+            filled = _Contents(tp, layer, self.copier.start(self.copies[tp][layer]))
             self._filled[layer % SLOTS] = filled
         return filled
 

@@ -115,11 +115,6 @@ class WholeWeights:
 
     # --- bytes --------------------------------------------------------------------------------
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(slot.nbytes for slot in self._slots.values())
-
     def moving_bytes(self, stages: int = 1) -> list[int]:
         """Return the bytes of memory that each weight of a stage needs, in whole pages.
 
@@ -142,9 +137,9 @@ class WholeWeights:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that the engine has beside the part that it keeps."""
+        """Bytes that the engine has beside the part that it keeps: of slots, and copies in use."""
         copies = self._lent.values() if self.layers else ()
-        return self.slot_bytes + sum(int(memory.nbytes) for memory in copies)
+        return sum(int(memory.nbytes) for memory in (*self._slots.values(), *copies))
 
     # --- changes ------------------------------------------------------------------------------
 
