@@ -15,7 +15,8 @@ ANSWER_SECONDS = 5.0
 """How long a runner may take to answer; one that is stopped answers never."""
 KV = 255
 """In place of an engine: the pieces of the runner's own KV buffer."""
-_HELD, _UNKNOWN = b"+", b"-"
+_HELD, _END = b"+", b"."
+"""What goes along with some descriptors, and what follows the last of them."""
 _IN_A_MESSAGE = 253
 """The most descriptors that Linux passes in one message (``SCM_MAX_FD``)."""
 
@@ -62,12 +63,14 @@ class Descriptors:
             try:
                 connection.connect(str(self._path(holder)))
                 connection.sendall(bytes([engine]))
-                answer = _HELD
-                while answer:
+                answer = b""
+                while answer != _END:
                     answer, found, _, _ = socket.recv_fds(
                         connection, 1, _IN_A_MESSAGE, socket.MSG_CMSG_CLOEXEC
                     )
                     files += found
+                    if not answer:
+                        raise ConnectionResetError(f"the runner of engine {holder} has ended")
             except OSError:  # it has not started yet, or it has ended
                 for file in files:
                     os.close(file)
@@ -99,10 +102,9 @@ class Descriptors:
     def _answer_to(self, connection: socket.socket) -> None:
         asked = connection.recv(1)
         files = self._held.get(asked[0], ()) if asked else ()
-        if not files:
-            connection.sendall(_UNKNOWN)
         for begin in range(0, len(files), _IN_A_MESSAGE):
             socket.send_fds(connection, [_HELD], files[begin : begin + _IN_A_MESSAGE])
+        connection.sendall(_END)
 
     def _path(self, engine: int) -> Path:
         return self._directory / f"weights-{engine}"

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -57,6 +58,24 @@ def test_who_has_not_started_or_has_ended_is_not_waited_for(
     ended = Descriptors(tmp_path, 1)
     ended.close()
     assert own.ask(1, 1) is None
+
+
+def test_of_a_runner_that_ends_amid_its_answer_there_are_none(
+    own: Descriptors, tmp_path: Path
+) -> None:
+    def answer_in_part(listener: socket.socket, file: int) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1)
+            socket.send_fds(connection, [b"+"], [file])
+
+    with socket.socket(socket.AF_UNIX) as listener, open(file_with(b"KV"), "rb") as kv:
+        listener.bind(str(tmp_path / "weights-1"))
+        listener.listen()
+        peer = threading.Thread(target=answer_in_part, args=(listener, kv.fileno()))
+        peer.start()
+        assert own.ask_all(1, KV) == []
+        peer.join()
 
 
 def test_a_runner_gets_its_memory_back_from_a_peer(own: Descriptors, tmp_path: Path) -> None:
