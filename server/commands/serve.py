@@ -29,7 +29,7 @@ from shoal.server.connections.accepting import Tally
 from shoal.server.errors import UserError
 from shoal.server.gate.access import Access, check_environment, take_access
 from shoal.server.options import config_file
-from shoal.server.options.adapter_options import adapters_of, check_adapters
+from shoal.server.options.adapter_options import adapters_of, check_adapter_files, check_adapters
 from shoal.server.options.fit_options import node_fit
 from shoal.server.options.image_options import check_images_and_layouts
 from shoal.server.options.policy_options import policy_of
@@ -310,6 +310,8 @@ def _settle(args: Namespace, vllm_config: Any, max_group: int, *, on_gpus: bool)
     choose_max_sp(args, vllm_config.model_config, max_group, on_gpus=on_gpus)
     settle_full_graphs(args, has_experts=vllm_config.model_config.is_moe)
     check_adapters(args)
+    if not args.fake_engine:
+        check_adapter_files(args)
     check_speculation_and_layouts(args, max_group)
     check_images_and_layouts(args, vllm_config)
     check_shared_model(args.share_weights, vllm_config, max(max_group, args.share_weights))

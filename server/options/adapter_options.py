@@ -1,10 +1,14 @@
 """LoRA adapters: the command line names them, and they stay the same while the node serves."""
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from shoal.runtime.config import Adapter
 from shoal.server.errors import UserError
+
+_CONFIG = "adapter_config.json"
+"""What each adapter of PEFT has, and vLLM reads first (``PEFTHelper.from_local_dir``)."""
 
 
 def adapters_of(args: Namespace) -> tuple[Adapter, ...]:
@@ -35,6 +39,21 @@ def check_adapters(args: Namespace) -> None:
         taken.add(name)
     if args.enable_lora and args.share_weights > 1:
         raise UserError(f"--share-weights {args.share_weights}: it must be 1 with --enable-lora")
+
+
+def check_adapter_files(args: Namespace) -> None:
+    """Refuse directories that are no adapters, before engines load the model.
+
+    What is no directory may be the name of a repository of the Hugging Face hub.
+
+    Raises:
+        UserError: such a directory is named, or one that does not exist.
+    """
+    for adapter in adapters_of(args):
+        path = Path(adapter.path).expanduser()
+        is_local = path.is_absolute() or path.exists() or adapter.path.startswith(".")
+        if is_local and not (path / _CONFIG).is_file():
+            raise UserError(f"--lora-modules {adapter.name}={adapter.path}: it has no {_CONFIG}")
 
 
 def has_prompt_logprobs(args: Namespace, device: str) -> bool:

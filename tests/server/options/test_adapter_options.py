@@ -1,6 +1,8 @@
 """Which LoRA adapters a command line may name, and what room they get."""
 
+import re
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ from shoal.runtime.config import Adapter
 from shoal.server.errors import UserError
 from shoal.server.options.adapter_options import (
     adapters_of,
+    check_adapter_files,
     check_adapters,
     has_prompt_logprobs,
     make_room,
@@ -65,6 +68,23 @@ def test_adapters_that_requests_could_not_name_are_refused(args: Namespace, said
     with pytest.raises(UserError) as caught:
         check_adapters(args)
     assert str(caught.value) == said
+
+
+def test_a_directory_that_is_no_adapter_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("poet").mkdir()
+    for path in ("poet", "./poet", str(tmp_path / "poet"), "/nowhere", "./nowhere"):
+        args = options()
+        args.lora_modules = [SimpleNamespace(name="p", path=path)]
+        said = f"--lora-modules p={path}: it has no adapter_config.json"
+        with pytest.raises(UserError, match=f"^{re.escape(said)}$"):
+            check_adapter_files(args)
+    Path("poet/adapter_config.json").touch()
+    for path in ("poet", "./poet", str(tmp_path / "poet"), "someone/poet"):
+        args.lora_modules = [SimpleNamespace(name="p", path=path)]
+        check_adapter_files(args)
 
 
 def test_shared_weights_are_refused_beside_adapters() -> None:
