@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from shoal.policies.guessed_outputs import Outputs
-from shoal.policies.jobs import Decode, Job, kind_of
+from shoal.policies.jobs import UNLIMITED, Decode, Job, kind_of
 from shoal.policies.shadow import Population, Shadow, Units, shadow_of
 from shoal.policies.terms import TermsOf
 from shoal.policies.values.layouts import Unit
@@ -205,9 +205,9 @@ class Hindsight:
             self._advance(shadow, snapshot, arrived, cached, news.ended)
         lengths = [Length(key, tokens, is_known=True) for key, tokens in news.ended]
         # The current shadow goes as the node does: what has not ended on the node is longer.
-        for key, prompt, tokens in current.guesses():
+        for key, prompt, tokens, limit in current.guesses():
             drawn += 1
-            longer = outputs.longer(drawn, prompt, tokens)
+            longer = min(limit, outputs.longer(drawn, prompt, tokens))
             lengths.append(Length(key, longer, is_known=False))
             for shadow in shadows:
                 shadow.expect(key, longer, self.terms, known=False)
@@ -324,9 +324,9 @@ def population_of(snapshot: Snapshot) -> Population:
         if states and not any(state.can_hold(request) for state in states):
             continue
         drawn += 1
-        job = _waiting_job(snapshot.now, request.prompt_tokens, outputs, drawn)
-        kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)
-        waiting.append(job._replace(key=request.request_id, kind=kind))
+        output = outputs.drawn(drawn, request.prompt_tokens)
+        job = _job_of(snapshot, request, 0, output)
+        waiting.append(job._replace(start=snapshot.now))
     return Population(decoding, waiting, {})
 
 
@@ -350,11 +350,13 @@ def _job_of(snapshot: Snapshot, request: PoolRequest, cached: int, output: int) 
         snapshot: the node.
         request: the request.
         cached: tokens of its prompt that need not be computed.
-        output: the tokens that it is expected to generate.
+        output: the tokens that it is expected to generate, if it may.
     """
     prompt, key = request.prompt_tokens, request.request_id
+    limit = request.output_limit or UNLIMITED
     kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)
-    return Job(request.arrival, max(1, prompt - cached), prompt, output, key, kind=kind)
+    new = max(1, prompt - cached)
+    return Job(request.arrival, new, prompt, min(output, limit), key, limit, kind=kind)
 
 
 def _running(shadow: Shadow) -> Sequence[tuple[int, int]]:

@@ -4,6 +4,7 @@ A promise that is missed by little is half broken, and one that is kept by littl
 not the node. So what a layout breaks changes little by little with the load.
 """
 
+import sys
 from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
@@ -16,6 +17,8 @@ TTFT_SHARPNESS, TPOT_SHARPNESS = 8, 16
 """How suddenly a promise counts as broken when the time comes near the target."""
 MOST_LATE = 9.0
 """Times as late as promised from which on more makes no difference."""
+UNLIMITED = sys.maxsize
+"""Most tokens of an output of which the client has not said how long it may be."""
 
 
 class Promise(NamedTuple):
@@ -83,6 +86,8 @@ class Job(NamedTuple):
     """Tokens that it will generate."""
     key: str = ""
     """Its request, while ``output`` is a guess."""
+    limit: int = UNLIMITED
+    """Most tokens that it may generate."""
     came: float = inf
     """When it came, if that was before ``start``; ``-inf``: its prompt had begun."""
     turn: float = 0.0
@@ -99,7 +104,7 @@ class Job(NamedTuple):
         start, came, output = self.start, self.came, self.output
         ttft = now - (came if -inf < came < start else start)
         end, tokens = steps + output - 1, self.prompt + output
-        return Decode(end, start, tokens, output, self.key, self.kind, ttft, now)
+        return Decode(end, start, tokens, output, self.key, self.limit, self.kind, ttft, now)
 
 
 class Decode(NamedTuple):
@@ -115,6 +120,8 @@ class Decode(NamedTuple):
     output: int = 0
     """Tokens that it generates until then."""
     key: str = ""
+    """See ``Job``."""
+    limit: int = UNLIMITED
     """See ``Job``."""
     kind: Kind = USUAL
     ttft: float = 0.0

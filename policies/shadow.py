@@ -327,13 +327,18 @@ class Shadow:
         for queue in self.queues:
             queue.find_cached(key, tokens, terms[queue.layout])
 
-    def guesses(self) -> list[tuple[str, int, int]]:
-        """Return the requests that only a guess has ended here, with their prompts' tokens, too.
+    def guesses(self) -> list[tuple[str, int, int, int]]:
+        """Return the requests that only a guess has ended here, and that may be longer.
 
-        The last number is that of the guess.
+        The numbers are the tokens of the prompt, those of the guess, and the most that the output
+        may have.
         """
         ended = ((key, end.decode) for queue in self.queues for key, end in queue.guessed.items())
-        return [(key, one.tokens - one.output, one.output) for key, one in ended]
+        return [
+            (key, one.tokens - one.output, one.output, one.limit)
+            for key, one in ended
+            if one.output < one.limit
+        ]
 
     def end_all(self, terms: TermsOf) -> None:
         """Note that no request is on the node: those that nobody has told the end of are gone."""

@@ -74,6 +74,26 @@ def test_what_no_unit_can_hold_is_in_no_shadow() -> None:
     assert [job.key for job in everything] == ["fits", "never"], "nothing is known of units"
 
 
+def test_no_output_is_expected_to_be_longer_than_the_client_allows() -> None:
+    pool = tuple(
+        replace(request(f"{k}", prompt=100), output_limit=limit)
+        for k, limit in enumerate((3, 30, None) * 10)
+    )
+    seen = replace(node(TP), pool=pool, output_tokens=200.0, now=NOW)
+    jobs = population_of(seen).waiting
+    assert max(job.output for job in jobs[::3]) == 3
+    assert max(job.output for job in jobs[1::3]) == 30
+    assert max(job.output for job in jobs[2::3]) > 200
+
+    one = replace(snapshot(unit(GROUP[0], requests=1)), output_tokens=200.0, now=NOW)
+    shadows = Hindsight.of(replace(one, units=()), [SINGLES], TERMS, None)
+    shadows = shadows.followed(one, News(arrived=pool[:3]))
+    shadows = shadows.followed(replace(one, now=NOW + 1e6), News())
+    left = shadows.current.population()
+    assert {key: left.guessed[key].decode.output for key in left.guessed} == {"0": 3, "1": 30}
+    assert [one.key for one in left.decoding] == ["2"], "it goes on, as far as anybody knows"
+
+
 def test_outputs_that_still_run_make_others_seem_longer() -> None:
     """Those that have ended are short, because the node has just begun."""
     here = Shadow([Queue(GROUP[0].layout, NOW)])

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from shoal.policies.jobs import USUAL, Decode, Job, Kind, Promise
+from shoal.policies.jobs import UNLIMITED, USUAL, Decode, Job, Kind, Promise
 from shoal.policies.shadow import Population, Queue, Shadow, shadow_of
 from shoal.policies.terms import Terms
 from shoal.policies.unit_costs import Prices
@@ -64,14 +64,14 @@ def test_what_waits_gets_its_true_length_too() -> None:
 def test_a_request_that_is_longer_than_the_guess_decodes_again() -> None:
     one = shadow(guessed(10))
     one.advance(1.0, ALL)
-    assert one.guesses() == [("a", 100, 10)]
+    assert one.guesses() == [("a", 100, 10, UNLIMITED)]
     assert one.requests == 0
     one.expect("a", 60, ALL, known=False)
     assert one.requests == 1
     one.advance(1.2, ALL)
     assert one.requests == 1
     one.advance(1.6, ALL)
-    assert one.guesses() == [("a", 100, 60)]
+    assert one.guesses() == [("a", 100, 60, UNLIMITED)]
 
 
 def test_an_unknown_length_ends_a_request_now() -> None:
@@ -90,6 +90,19 @@ def test_an_empty_node_ends_what_nobody_has_told_the_end_of() -> None:
     one.end_all(ALL)
     assert one.guesses() == []
     assert one.requests == 1, "its length is known, so this shadow is slower than the node"
+
+
+def test_a_guess_that_has_come_to_the_requests_limit_waits_for_the_node() -> None:
+    one = shadow(guessed(10)._replace(limit=30))
+    one.advance(1.0, ALL)
+    one.expect("a", 30, ALL, known=False)
+    one.advance(3.0, ALL)
+    assert one.guesses() == []
+    assert "a" in one.keys, "the node may still be at it"
+    cost = one.final_cost(ALL)
+    one.expect("a", 20, ALL, known=True)
+    assert one.keys == []
+    assert one.final_cost(ALL) < cost
 
 
 def test_prompts_that_the_node_finds_in_its_cache_are_shorter() -> None:
@@ -114,7 +127,7 @@ def test_guesses_go_along_when_another_shadow_begins_where_this_one_is() -> None
     one = shadow(guessed(5), guessed(400, "b"))
     one.advance(0.2, ALL)
     other = shadow_of([(DP, False)] * 2, one.population(), 0.2, ALL)
-    assert other.guesses() == [("a", 100, 5)]
+    assert other.guesses() == [("a", 100, 5, UNLIMITED)]
     before = other.final_cost(ALL)
     for key in "ab":
         other.expect(key, 105, ALL, known=True)
