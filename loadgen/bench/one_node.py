@@ -27,9 +27,10 @@ def parser(name: str, does: str, node: Sequence[str]) -> argparse.ArgumentParser
         does: one sentence that says what it does.
         node: options of ``shoal serve`` if the user gives none.
     """
+    default = f" (default: {' '.join(node)})" if node else ""
     found = argparse.ArgumentParser(
         prog=f"shoal bench {name}",
-        description=f"{does} Other options are those of 'shoal serve' (default: {' '.join(node)}).",
+        description=f"{does} Other options are those of 'shoal serve'{default}.",
     )
     found.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     return found

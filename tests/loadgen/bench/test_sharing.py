@@ -155,6 +155,13 @@ def test_the_command_prints_what_it_projects(capsys: pytest.CaptureFixture[str])
     assert "| 8 | " in capsys.readouterr().out
 
 
+def test_the_help_names_no_default_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sharing.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Other options are those of 'shoal serve'. options:" in text
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
