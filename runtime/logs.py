@@ -72,9 +72,20 @@ def configure_logging(
         handler.setFormatter(logging.Formatter(f"{start}%(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger(OURS).setLevel(logging.INFO)
-    # vLLM sets its own level only when it has a configuration, and warns as it is imported.
+    set_vllm_level(None)
+
+
+def set_vllm_level(default: int | None = logging.ERROR) -> None:
+    """Give vLLM's loggers the level of ``VLLM_LOGGING_LEVEL``, which vLLM reads in any case.
+
+    vLLM does so only when it has a configuration, and some of its modules warn at their import.
+
+    Args:
+        default: the level if the variable has none; None: the level stays as it is.
+    """
     asked = os.environ.get("VLLM_LOGGING_LEVEL", "").upper()
-    if level := logging.getLevelNamesMapping().get(asked):
+    level = logging.getLevelNamesMapping().get(asked, default)
+    if level is not None:
         logging.getLogger("vllm").setLevel(level)
 
 

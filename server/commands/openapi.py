@@ -15,6 +15,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from shoal.runtime.logs import set_vllm_level
 from shoal.server.commands.command_parser import CommandParser
 from shoal.server.error_models import ErrorResponse, MessagesErrorResponse, refusals
 from shoal.server.frontend.anthropic_messages import TEXT_BLOCKS
@@ -164,6 +165,7 @@ def main(argv: Sequence[str]) -> int:
     if parser.parse_args(argv).api == "admin":
         document = admin_document()
     else:
+        set_vllm_level()
         document = public_document(
             importlib.import_module("shoal.server.frontend.vllm_app").VLLM_ROUTERS
         )

@@ -6,8 +6,6 @@ and chat templates, the OpenAI routes (``vllm_app.py``) and the client that spea
 """
 
 import asyncio
-import logging
-import os
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -18,8 +16,9 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
-logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
-# vLLM configures its loggers only after some of its modules have already logged to stderr.
+from shoal.runtime.logs import set_vllm_level
+
+set_vllm_level()  # before the first import of vLLM
 
 # ruff: noqa: E402 - see above
 import uvloop

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shoal.runtime.logs import LogFormat, configure_logging
+from shoal.runtime.logs import LogFormat, configure_logging, set_vllm_level
 from shoal.runtime.protocol.messages import Treatment
 from shoal.runtime.protocol.messages.views import SwitchView
 
@@ -56,6 +56,17 @@ def test_vllm_has_its_level_before_it_has_a_configuration(
     configure_logging("engine 1 runner", LogFormat.TEXT, stream)
     logging.getLogger("vllm.triton_utils").warning("smoke")
     assert ("smoke" in stream.getvalue()) == heard
+
+
+@pytest.mark.parametrize(("level", "set_to"), [("info", 20), ("wrong", 40), (None, 40)])
+def test_vllm_has_a_level_before_it_is_imported(
+    level: str | None, set_to: int, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    if level is not None:
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+    set_vllm_level()
+    assert logging.getLogger("vllm").level == set_to
 
 
 def test_a_record_is_one_object(stream: io.StringIO) -> None:

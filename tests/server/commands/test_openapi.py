@@ -4,6 +4,9 @@
 """
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -158,3 +161,13 @@ def test_the_command_prints_them(
 ) -> None:
     assert main(["openapi", *argv]) == 0
     assert json.loads(capsys.readouterr().out)["info"]["title"] == title
+
+
+def test_the_command_writes_nothing_else() -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"
+    }
+    command = [sys.executable, "-m", "shoal.server.commands.cli", "openapi"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert json.loads(done.stdout)["info"]["title"] == "Shoal"

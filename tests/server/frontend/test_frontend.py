@@ -1,5 +1,8 @@
 """A front end before it serves."""
 
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,3 +37,10 @@ def test_it_loads_the_plugins_of_parsers_itself(
     with pytest.raises(NoConfigurationError):
         target(lambda: None)
     assert plugin.with_suffix(".loaded").exists()
+
+
+def test_its_level_of_vllms_log_may_have_small_letters() -> None:
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "error"}
+    command = [sys.executable, "-c", "from shoal.server.frontend import frontend"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
