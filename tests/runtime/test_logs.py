@@ -17,6 +17,7 @@ def stream() -> Iterator[io.StringIO]:
     root = logging.getLogger()
     handlers = root.handlers[:]
     levels = {of: of.level for of in (root, *map(logging.getLogger, ("shoal", "vllm")))}
+    logging.getLogger("vllm").setLevel(logging.NOTSET)  # as before it is imported
     yield io.StringIO()
     root.handlers[:] = handlers
     for logger, level in levels.items():
