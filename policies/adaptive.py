@@ -69,7 +69,8 @@ LEAST_SECONDS = 0.5
 LOOK_SECONDS = 0.25
 """How often the policy looks ahead, which takes as long as many judgements."""
 LOST_SECONDS = 10.0
-"""After such a time without findings, a judgement that goes on in another thread has failed."""
+"""After such a time without findings, a judgement that goes on in another thread has failed. With
+many requests this, too, grows with their number."""
 
 
 def _plan(snapshot: Snapshot, /) -> Plan:
@@ -96,20 +97,17 @@ def _layout_plan(snapshot: Snapshot, model: StepPredictor, needed: int, lane: Un
     if not isinstance(memory, Memory):
         memory = Memory(snapshot.now - WATCH_SECONDS)
     memory = replace(memory, news=memory.news.and_of(snapshot))
+    studied = _studied(snapshot, memory, needed, lane)
     if snapshot.switching:
-        return Plan(memory=replace(memory.undisturbed, judged_at=snapshot.now))
+        return studied or Plan(memory=replace(memory.undisturbed, judged_at=snapshot.now))
     lacks_lane = lane is not None and lane not in here
     in_pipelines = any(unit.layout.pp > 1 for unit in here)  # only operators choose these
     if widest_size(here) < needed or lacks_lane or in_pipelines:
         memory = memory.undisturbed.watched(snapshot, model, lane)
         return _forced(snapshot, memory, SwitchCosts(snapshot, model), needed, lane)
-    if memory.judged is not None:
-        found = _found(snapshot, memory)
-        if found is None and snapshot.now - memory.judged_at < LOST_SECONDS:
-            return Plan(memory=memory)
-        if found is not None and _is_possible(found, snapshot, needed, lane):
-            return found
-        memory = memory.undisturbed
+    if studied is not None:
+        return studied
+    memory = memory.undisturbed
     is_due = snapshot.now - memory.judged_at >= WATCH_SECONDS * _slowdown(snapshot)
     if not is_due and memory.hindsight is not None:
         return Plan(memory=memory)
@@ -125,6 +123,28 @@ def _layout_plan(snapshot: Snapshot, model: StepPredictor, needed: int, lane: Un
     if snapshot.can_study:
         return Plan(memory=memory.judging(snapshot.now), study=judge)
     return judge()
+
+
+def _studied(snapshot: Snapshot, memory: Memory, needed: int, lane: Unit | None) -> Plan | None:
+    """Return the plan while a judgement goes on in another thread, or when it has ended.
+
+    None: there is none, or it has failed, or what it has found cannot be done. Running requests
+    that move to another unit do not end it (``Snapshot.switching``). They may do so twice a second,
+    so a longer judgement would never end.
+
+    Args:
+        snapshot: the node as it is now.
+        memory: what the policy remembers.
+        needed: see ``_layout_plan``.
+        lane: see ``_layout_plan``.
+    """
+    if memory.judged is None:
+        return None
+    found = _found(snapshot, memory)
+    if found is None:
+        is_lost = snapshot.now - memory.judged_at >= LOST_SECONDS * _slowdown(snapshot)
+        return None if is_lost else Plan(memory=memory)
+    return found if _is_possible(found, snapshot, needed, lane) else None
 
 
 def _found(snapshot: Snapshot, memory: Memory) -> Plan | None:
@@ -146,8 +166,8 @@ def _is_possible(found: Plan, snapshot: Snapshot, needed: int, lane: Unit | None
         needed: see ``_layout_plan``.
         lane: see ``_layout_plan``.
     """
-    if found.target is None:
-        return True
+    if found.target is None or snapshot.switching:
+        return found.target is None
     assert isinstance(found.memory, Memory)
     is_here = _hindsight_of(found.memory).here == snapshot.partition
     return is_here and found.target in candidates_of(snapshot, needed, lane)

@@ -159,7 +159,10 @@ def test_there_is_one_judgement_at_a_time_and_one_that_never_ends_is_given_up() 
     seen = replace(STUDIED, memory=begun.memory)
     for now in (WATCH_SECONDS, adaptive.LOST_SECONDS - 0.1):
         assert ADAPTIVE.plan(replace(seen, now=now)).study is None
-    assert ADAPTIVE.plan(replace(seen, now=adaptive.LOST_SECONDS)).study is not None
+    late = replace(seen, now=adaptive.LOST_SECONDS)
+    assert ADAPTIVE.plan(late).study is not None
+    crowd = replace(late, waiting=MANY_REQUESTS)
+    assert ADAPTIVE.plan(crowd).study is None, "with many requests a judgement takes longer"
 
 
 def last_but_one(seen: Snapshot) -> tuple[Snapshot, Plan]:
@@ -182,6 +185,22 @@ def test_what_a_judgement_finds_is_dropped_if_the_node_has_changed() -> None:
     cannot_form = replace(seen, broken=frozenset(found.target))
     for changed in (elsewhere, cannot_form, replace(seen, switching=True)):
         assert ADAPTIVE.plan(changed).target is None
+
+
+def test_a_judgement_goes_on_while_requests_move_to_another_unit() -> None:
+    seen, found = last_but_one(STUDIED)
+    during = ADAPTIVE.plan(replace(seen, switching=True, findings=None))
+    after = replace(seen, now=seen.now + WATCH_SECONDS, memory=during.memory)
+    assert ADAPTIVE.plan(after).target == found.target
+
+
+def test_a_judgement_may_end_while_requests_move_to_another_unit() -> None:
+    begun = ADAPTIVE.plan(STUDIED)
+    assert begun.study is not None
+    moving = replace(STUDIED, memory=begun.memory, findings=begun.study(), switching=True)
+    learned = ADAPTIVE.plan(moving).memory
+    assert isinstance(learned, Memory)
+    assert learned.hindsight is not None
 
 
 def unknown_to_shadows(plan: Plan) -> list[str]:
