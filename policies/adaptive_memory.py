@@ -111,9 +111,11 @@ class Memory:
         now = snapshot.now
         if self.hindsight is not None and now - self.terms_at <= TERMS_SECONDS:
             return self, self.hindsight.terms
-        # Pipelines are not chosen, but may be there.
+        # Pipelines are not chosen, but may be there, or have been there until the last switch.
         present = [unit.layout for unit in snapshot.partition]
-        every = tuple(dict.fromkeys((*layouts_up_to(snapshot.max_group), *present)))
+        before = () if self.hindsight is None else self.hindsight.here
+        known = *present, *(unit.layout for unit in before)
+        every = tuple(dict.fromkeys((*layouts_up_to(snapshot.max_group), *known)))
         chances = self.chances.at(now, present, every)
         measured = terms_of(snapshot, model, every)
         terms = chances.terms(measured, present[0], now, requests_lately(snapshot))

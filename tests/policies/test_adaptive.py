@@ -20,7 +20,7 @@ from shoal.policies.flying import FLYING
 from shoal.policies.foresight import Foresight
 from shoal.policies.hindsight import News
 from shoal.policies.surges import BUSY_RATE, Surges
-from shoal.policies.values.layouts import alone
+from shoal.policies.values.layouts import Layout, Unit, alone
 from shoal.policies.values.partition import Partition
 from shoal.policies.values.plan import Plan
 from shoal.policies.values.snapshot import OUTPUTS_KEPT, LayoutState, Snapshot, Target
@@ -201,6 +201,14 @@ def test_a_judgement_may_end_while_requests_move_to_another_unit() -> None:
     learned = ADAPTIVE.plan(moving).memory
     assert isinstance(learned, Memory)
     assert learned.hindsight is not None
+
+
+def test_a_pipeline_is_left_for_good() -> None:
+    pipeline = (Unit(tuple(range(8)), Layout(tp=4, pp=2)),)
+    left = ADAPTIVE.plan(node(pipeline, {0: 3}))
+    assert left.target is not None
+    after = replace(node(left.target, {0: 3}), now=10.0, memory=left.memory)
+    assert ADAPTIVE.plan(after).target is None
 
 
 def unknown_to_shadows(plan: Plan) -> list[str]:
