@@ -35,7 +35,12 @@ from shoal.policies.foresight import Foresight
 from shoal.policies.hindsight import Hindsight
 from shoal.policies.jobs import BROKEN
 from shoal.policies.lane import LINGER_SECONDS, lane_of
-from shoal.policies.static import Preference, dispatch_least_loaded, with_singles
+from shoal.policies.static import (
+    Preference,
+    dispatch_least_loaded,
+    layout_for_all,
+    with_singles,
+)
 from shoal.policies.surges import Lasting
 from shoal.policies.switch_costs import SwitchCosts
 from shoal.policies.switch_price import (
@@ -47,7 +52,7 @@ from shoal.policies.switch_price import (
     noise_of,
     price_of,
 )
-from shoal.policies.values.layouts import Unit
+from shoal.policies.values.layouts import DP, Unit
 from shoal.policies.values.partition import Partition, units_of
 from shoal.policies.values.plan import Plan, Policy, SwitchReason, Verdict
 from shoal.policies.values.snapshot import (
@@ -77,7 +82,8 @@ def _plan(snapshot: Snapshot, /) -> Plan:
     model = snapshot.cost_model
     if model is None:
         return FLYING.plan(snapshot)
-    needed = _size_for_all(snapshot)
+    # Requests that no unit holds are refused.
+    needed = (layout_for_all(snapshot) or DP).world_size
     lane = _usable_lane(snapshot, needed)
     prefer = _preference(snapshot) if lane is None else None
     dispatches = dispatch_least_loaded(snapshot, prefer=prefer, lane=lane)
@@ -423,18 +429,6 @@ def _reason(snapshot: Snapshot, target: Partition, lane: Unit | None) -> SwitchR
     if snapshot.targets:
         return "slo"
     return "load" if len(target) > len(snapshot.partition) else "quiet"
-
-
-def _size_for_all(snapshot: Snapshot) -> int:
-    """Return the size of the smallest unit that holds every request.
-
-    It is 1 if none does: requests that no unit holds are refused.
-    """
-    running = max((unit.longest_tokens for unit in snapshot.units), default=0)
-    for state in snapshot.layouts:
-        if running <= state.longest and all(map(state.can_hold, snapshot.pool)):
-            return state.layout.world_size
-    return 1
 
 
 ADAPTIVE = Policy("adaptive", _plan, decides_layout=True)

@@ -23,7 +23,12 @@ The same holds where engines share weights: DP, which reads the rest from others
 import math
 from dataclasses import dataclass
 
-from shoal.policies.static import dispatch_least_loaded, place_group, with_singles
+from shoal.policies.static import (
+    dispatch_least_loaded,
+    layout_for_all,
+    place_group,
+    with_singles,
+)
 from shoal.policies.switch_costs import usual_prompt
 from shoal.policies.values.batch import Batch, StepKind
 from shoal.policies.values.layouts import DP, Layout, layouts_up_to
@@ -134,7 +139,8 @@ def _target(snapshot: Snapshot, settings: FlyingSettings) -> tuple[Partition, Sw
         stays = _is_quiet(snapshot, settings)
     if stays:
         return widest, "quiet"
-    urgent, long = _urgent_layout(snapshot, settings), _long_layout(snapshot)
+    urgent = _urgent_layout(snapshot, settings)
+    long = layout_for_all(snapshot) or (snapshot.widest if snapshot.layouts else DP)
     wide = max(urgent, long)
     if wide == DP:
         return with_singles(snapshot, ()), "load"
@@ -254,15 +260,6 @@ def _urgent_layout(snapshot: Snapshot, settings: FlyingSettings) -> Layout:
         return DP
     widest = max(1, min(snapshot.max_group, snapshot.engines // settings.urgent_share))
     return layouts_up_to(widest)[-1]
-
-
-def _long_layout(snapshot: Snapshot) -> Layout:
-    """Return the narrowest layout that holds every request; DP if no layout is known."""
-    tokens = max((unit.longest_tokens for unit in snapshot.units), default=0)
-    for state in snapshot.layouts:
-        if tokens <= state.longest and all(state.can_hold(request) for request in snapshot.pool):
-            return state.layout
-    return snapshot.widest if snapshot.layouts else DP
 
 
 FLYING = flying_policy("flying", FlyingSettings())

@@ -101,6 +101,16 @@ def with_singles(snapshot: Snapshot, groups: Iterable[Unit]) -> Partition:
     return tuple(sorted([*formed, *rest]))
 
 
+def layout_for_all(snapshot: Snapshot) -> Layout | None:
+    """Return the narrowest layout without stages that holds every request; None: none does."""
+    running = max((unit.longest_tokens for unit in snapshot.units), default=0)
+    for state in snapshot.layouts:
+        holds = running <= state.longest and all(map(state.can_hold, snapshot.pool))
+        if holds and state.layout.pp == 1:
+            return state.layout
+    return None
+
+
 def place_group(snapshot: Snapshot, layout: Layout) -> tuple[Unit, ...]:
     """Return one group of at least this layout's size: an existing one, or the least loaded.
 

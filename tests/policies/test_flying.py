@@ -162,6 +162,15 @@ def test_a_long_request_gets_as_many_engines_as_it_needs(tokens: int, width: int
     assert sum(g.is_group for g in wanted or DP) == (width > 1)
 
 
+def test_a_long_request_gets_no_pipeline() -> None:
+    layouts = tuple(
+        LayoutState(of, 4, 30, 4 * of.world_size, 120 * of.world_size)
+        for of in layouts_up_to(8, max_pp=2)
+    )
+    made = target(node(DP, BUSY, pool=(request("long", total=200),), layouts=layouts))
+    assert {group.layout for group in made} == {Layout(), Layout(tp=2)}
+
+
 def test_the_group_stays_while_its_long_request_runs() -> None:
     seen = node(MIXED, BUSY, layouts=LAYOUTS)
     units = (replace(seen.units[0], longest_tokens=1500), *seen.units[1:])
