@@ -94,16 +94,17 @@ def hill(
     Args:
         rng: of everything drawn.
         lengths: of the requests.
-        rate: the lowest, which is also the last, and the highest, requests per second.
+        rate: the first, which is also the last, and that at the top, requests per second. If the
+            first is the higher one, the hill is a valley.
         hill_seconds: how long both take together.
     """
-    lowest, highest = rate
+    foot, top = rate
 
     def rate_at(at: float) -> float:
         height = max(0.0, 1 - abs(2 * at / hill_seconds - 1))
-        return lowest + (highest - lowest) * height
+        return foot + (top - foot) * height
 
-    return _varying(rng, lengths, highest, rate_at)
+    return _varying(rng, lengths, max(rate), rate_at)
 
 
 def bursty(

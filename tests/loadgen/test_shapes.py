@@ -60,6 +60,12 @@ def test_burstiness_is_the_variation_of_distances(burstiness: float, variation: 
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(variation, rel=0.1)
 
 
+def test_a_hill_may_be_a_valley() -> None:
+    arrivals = make_up("hill", 0, seconds=200.0, rate=(40.0, 2.0), hill_seconds=200.0).arrivals
+    first, middle = (sum(a <= one.at < a + 20 for one in arrivals) for a in (0.0, 90.0))
+    assert first > 5 * middle > 0
+
+
 def test_a_hill_rises_and_falls_as_far() -> None:
     arrivals = make_up("hill", 0, seconds=300.0, rate=(2.0, 40.0), hill_seconds=200.0).arrivals
     counts = [sum(k * 50 <= a.at < (k + 1) * 50 for a in arrivals) for k in range(6)]
