@@ -243,6 +243,6 @@ def _target(text: str) -> Objective:
         target = Objective(int(priority), float(ttft) / 1000, float(tpot) / 1000)
     except ValueError as error:
         raise ArgumentTypeError(f"{text!r} is not PRIORITY:TTFT:TPOT") from error
-    if not (target.ttft > 0 and target.tpot > 0):
-        raise ArgumentTypeError(f"{text!r}: times must be more than 0")
+    if not (0 < target.ttft < math.inf and 0 < target.tpot < math.inf):
+        raise ArgumentTypeError(f"{text!r}: times must be more than 0, and finite")
     return target

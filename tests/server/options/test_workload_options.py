@@ -111,6 +111,7 @@ def test_what_does_not_go_together_is_named(arguments: tuple[str, ...], message:
         *("--shared-tokens=-1", "--shared-tokens=a", "--turns=0"),
         *("--rate=0", "--rate=a", "--rate=1:inf", "--prompt-tokens=0", "--prompt-tokens=5:4"),
         *("--priorities=1", "--priorities=a:1", "--target=0:1", "--target=0:0:1", "--target=a:1:1"),
+        "--target=0:inf:40",
     ],
 )
 def test_what_is_no_value_is_named(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
