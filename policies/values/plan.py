@@ -191,7 +191,8 @@ def check_plan(plan: Plan, snapshot: Snapshot) -> None:
     """Check that every dispatch can start at once and that the target can be formed.
 
     Raises:
-        PlanError: a dispatch cannot start, the target cannot form, or the treatment is unknown.
+        PlanError: a dispatch cannot start, the target cannot form, the treatment is unknown, or
+            there is no thread for the study.
     """
     requests = {request.request_id: request for request in snapshot.pool}
     rooms = {unit.unit: Room(unit) for unit in snapshot.units}
@@ -209,6 +210,8 @@ def check_plan(plan: Plan, snapshot: Snapshot) -> None:
                 f"unit {list(dispatch.unit.engines)} cannot start {dispatch.request_id} now"
             )
         room.take(request)
+    if plan.study is not None and not snapshot.can_study:
+        raise PlanError("there is no thread for the study")
     if plan.treatment not in get_args(TreatmentName):
         raise PlanError(f"no treatment {plan.treatment!r}")
     if plan.target is not None:

@@ -68,8 +68,9 @@ class Adviser:
         """Return the policy's plan, or a plan that changes nothing if the policy's is unusable."""
         began = self._clock()
         try:
-            plan = self.policy.plan(self._with_own(snapshot))
-            check_plan(plan, snapshot)
+            seen = self._with_own(snapshot)
+            plan = self.policy.plan(seen)
+            check_plan(plan, seen)
         except PlanError as error:
             log.error("policy %s: invalid plan: %s", self.policy.name, error)
         except Exception:

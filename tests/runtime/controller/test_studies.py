@@ -136,3 +136,16 @@ def test_where_there_is_no_thread_policies_know_that(monkeypatch: pytest.MonkeyP
     node.send("a", 10, 5)
     node.settle()
     assert set(seen) == {False}
+
+
+def test_a_study_without_a_thread_is_an_error_of_the_policy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def careless(snapshot: Snapshot, /) -> Plan:
+        return Plan(study=lambda: "found")
+
+    monkeypatch.setitem(registry.POLICIES, "test", Policy("test", careless, decides_layout=True))
+    node = LoopbackNode(2, policy="test")
+    node.send("a", 10, 5)
+    node.settle()
+    assert node.view().policy_errors > 0
