@@ -17,17 +17,13 @@ def adapters_of(args: Namespace) -> tuple[Adapter, ...]:
 
 
 def check_adapters(args: Namespace) -> None:
-    """Refuse adapters that requests could not name, and shared weights beside adapters.
-
-    Engines keep parts of ``gate_up_proj`` whose rows are grouped (``GatedMlpRule``), and vLLM adds
-    what an adapter computes to rows in its own order.
+    """Refuse adapters that requests could not name.
 
     Args:
-        args: the parsed arguments, with the model's names and a number as ``share_weights``.
+        args: the parsed arguments, with the model's names.
 
     Raises:
-        UserError: adapters are not enabled, two models would have one name, or engines share
-            weights.
+        UserError: adapters are not enabled, or two models would have one name.
     """
     names = [adapter.name for adapter in adapters_of(args)]
     if names and not args.enable_lora:
@@ -37,8 +33,6 @@ def check_adapters(args: Namespace) -> None:
         if name in taken:
             raise UserError(f"--lora-modules: two models would have the name {name}")
         taken.add(name)
-    if args.enable_lora and args.share_weights > 1:
-        raise UserError(f"--share-weights {args.share_weights}: it must be 1 with --enable-lora")
 
 
 def check_adapter_files(args: Namespace) -> None:

@@ -2,12 +2,13 @@
 
 vLLM puts a layer around each layer of a loaded model (``LoRAModelRunnerMixin.load_lora_model``) and
 computes what adapters add beside the product of the layer's own weights, which are views in all
-layouts but DP. It adapts only ``LAYERS`` in two cases:
+layouts but DP. It adapts only ``LAYERS`` in three cases:
 
 - In models with routed experts, for which its layers need weights of their own
   (``FusedMoEWithLoRA``).
 - With speculation: an adapted head would have to know whose each row of logits is, and vLLM's V2
   model runner says this only where each request has one row (``LoraState.make_lora_inputs``).
+- Where engines share weights, because these may be the vocabulary's.
 """
 
 from typing import Any
@@ -37,13 +38,15 @@ def adapter_requests(node: NodeConfig) -> list[LoRARequest]:
     ]
 
 
-def limit_adapters(config: VllmConfig) -> None:
+def limit_adapters(config: VllmConfig, share_weights: int) -> None:
     """Leave all but ``LAYERS`` without slots for adapters, where only these may be adapted.
 
     Args:
         config: of a layout; changed in place.
+        share_weights: how many engines share weights.
     """
     is_limited = config.model_config.is_moe or config.speculative_config is not None
+    is_limited |= share_weights > 1
     if config.lora_config is not None and is_limited:
         config.lora_config.target_modules = list(LAYERS)
 
@@ -70,8 +73,8 @@ def load_adapters(node: NodeConfig, worker: LayoutWorker) -> None:
         if left_out := _left_out(worker, request):
             raise UnreadableAdapter(
                 f"adapter {request.lora_name}: it adapts {left_out}, and in models with routed "
-                "experts, and with speculative decoding, only attention, dense networks and shared "
-                "experts have adapters"
+                "experts, with speculative decoding and with --share-weights, only attention, "
+                "dense networks and shared experts have adapters"
             )
 
 

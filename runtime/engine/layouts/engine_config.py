@@ -47,7 +47,7 @@ def engine_config(node: NodeConfig, layout: Layout, executor_class: type) -> Vll
         "shoal_weights": f"{WEIGHT_SCHEME},groups={node.weight_groups},{shared}",
     }
     config.quant_config = SharedWeights(views=layout != DP, inner=config.quant_config)
-    limit_adapters(config)
+    limit_adapters(config, node.share_weights)
     # A layout that cannot hold the asked length serves what it can (see ``vllm_backend``).
     config.model_config.original_max_model_len = -1
     if current_platform.is_cpu():

@@ -42,7 +42,8 @@ from shoal.runtime.engine.runner.interludes import Interludes
 from shoal.runtime.engine.sequence.enabling import SequenceParallelism
 from shoal.runtime.engine.sequence.sequence_plan import SequencePlan
 from shoal.runtime.engine.weights.sharing.devices import check_reach, memory_and_copier, pages_on
-from shoal.runtime.engine.weights.sharing.shared_layers import Heads, SharedLayers
+from shoal.runtime.engine.weights.sharing.nested_order import Heads
+from shoal.runtime.engine.weights.sharing.shared_layers import SharedLayers
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
 from shoal.runtime.engine.weights.sharing.slots import WeightSlots
@@ -117,6 +118,7 @@ class LayoutLoader:
             if self.shared is not None:
                 self.shared.heads = self._shared_heads
                 self.shared.shares_vocabulary = shares_vocabulary(self._node, self._dp)
+                self.shared.has_adapters = self._dp.lora_config is not None
                 self._dp.quant_config.shared = self.shared.method
                 if self.shared.kept.is_kept():
                     leave_in_use(self._dp.cache_config)

@@ -46,6 +46,10 @@ class ResidentWeights:
         """
         return full, shard
 
+    def place(self, _name: str, shard: Shard) -> int:
+        """Return which of a layout's parts of a layer a member computes: here its shard's."""
+        return shard.rank
+
     @property
     def resident_bytes(self) -> int:
         """Bytes of weights on this engine's device."""

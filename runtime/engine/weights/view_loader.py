@@ -84,9 +84,11 @@ def view_weights(
         rule = rule_of(layer)
         of_heads = rule.of_heads and not attention.isdisjoint((name, _parent(name)))
         full = FullLayer(name, full_modules[name], store.tensor)
-        if of_heads and isinstance(layer, LinearBase):
-            layer.tp_rank = heads  # by which vLLM's layer around it divides an adapter (LoRA)
-        rule.view(layer, *store.part(full, Shard(heads if of_heads else rank, layout.tp)))
+        shard = Shard(heads if of_heads else rank, layout.tp)
+        if isinstance(layer, LinearBase) and not getattr(layer, "disable_tp", False):
+            # By which vLLM's layer around it divides an adapter (LoRA).
+            layer.tp_rank = store.place(name, shard)
+        rule.view(layer, *store.part(full, shard))
     _check_no_meta(model)
 
 

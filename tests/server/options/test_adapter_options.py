@@ -23,8 +23,7 @@ from shoal.server.options.unsupported_models import check_adapted_model
 def options(*names: str, **other: Any) -> Namespace:
     modules = [SimpleNamespace(name=name, path=f"/{name}") for name in names]
     fields = {"enable_lora": True, "served_model_name": None, "model": "base"}
-    layouts = {"max_sp": 1, "max_pp": 1, "share_weights": 1}
-    return Namespace(**{**fields, **layouts, "lora_modules": modules or None, **other})
+    return Namespace(**{**fields, "lora_modules": modules or None, **other})
 
 
 @pytest.mark.parametrize(
@@ -85,13 +84,6 @@ def test_a_directory_that_is_no_adapter_is_refused(
     for path in ("poet", "./poet", str(tmp_path / "poet"), "someone/poet"):
         args.lora_modules = [SimpleNamespace(name="p", path=path)]
         check_adapter_files(args)
-
-
-def test_shared_weights_are_refused_beside_adapters() -> None:
-    check_adapters(options("poet", max_sp=4, max_pp=4))
-    check_adapters(options(enable_lora=False, share_weights=4))
-    with pytest.raises(UserError, match=r"^--share-weights 4: it must be 1 with --enable-lora$"):
-        check_adapters(options("poet", share_weights=4))
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,25 @@ class GatedMlpRule(ShardRule):
             layer.act_fn = GroupedActivation(layer.act_fn, full.module.act_fn.groups // shard.of)
 
 
+def check_shared_mlp(name: str, mlp: nn.Module, *, grouped: bool) -> None:
+    """Refuse modules of which engines cannot keep a part each.
+
+    Args:
+        name: of the module.
+        mlp: of the DP model, arranged.
+        grouped: whether its rows are grouped.
+
+    Raises:
+        UnviewableWeights: it is no gated MLP of this kind, or has biases.
+    """
+    layers = [getattr(mlp, kind, None) for kind in ("gate_up_proj", "down_proj")]
+    activation = GroupedActivation if grouped else SiluAndMul
+    if not isinstance(getattr(mlp, "act_fn", None), activation) or None in layers:
+        raise UnviewableWeights(f"{name} ({type(mlp).__name__}) cannot be shared")
+    if any(layer is not None and layer.bias is not None for layer in layers):
+        raise UnviewableWeights(f"{name}: MLPs with biases cannot be shared")
+
+
 def regroup_rows(weight: torch.Tensor, groups: int) -> torch.Tensor:
     """Return ``[gate|up]`` rows as ``[gate_0|up_0|...]``: group g holds the g-th part of each.
 

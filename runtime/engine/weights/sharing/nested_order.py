@@ -30,6 +30,15 @@ def rank_order(place: int, _of: int) -> int:
     return place
 
 
+class Heads(NamedTuple):
+    """Attention whose projections are shared."""
+
+    kv_heads: int
+    """Of a layer of the whole model; the parts divide them."""
+    order: Order
+    """Which part of the heads a member computes (``head_order.head_shard``)."""
+
+
 class Source(NamedTuple):
     """A member that keeps a part of what another member computes with."""
 

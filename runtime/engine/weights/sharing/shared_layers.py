@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +26,14 @@ from vllm.model_executor.model_loader.weight_utils import initialize_single_dumm
 from vllm.model_executor.utils import set_weight_attrs
 
 from shoal.policies.values.layouts import DP, Layout
-from shoal.runtime.engine.weights.rules.fused import GroupedActivation
+from shoal.runtime.engine.weights.rules.fused import GroupedActivation, check_shared_mlp
 from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
 from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
 from shoal.runtime.engine.weights.rules.unquantised import STOCK
 from shoal.runtime.engine.weights.sharing.filling import Filled, Part, rehearse
 from shoal.runtime.engine.weights.sharing.kept_parts import KeptParts
 from shoal.runtime.engine.weights.sharing.nested_order import (
+    Heads,
     Order,
     nested_shard,
     rank_order,
@@ -55,25 +56,17 @@ from shoal.runtime.engine.weights.sharing.shared_weight import (
 from shoal.runtime.engine.weights.sharing.slot_fp8 import SlotFp8, divides_heads, slot_fp8
 from shoal.runtime.engine.weights.sharing.slot_methods import (
     PartRange,
+    SlotFused,
     SlotLinear,
     SlotMethod,
-    SlotQkv,
 )
 from shoal.runtime.engine.weights.sharing.slots import Copy, WeightSlots, stream_by, streamed
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
+from shoal.runtime.engine.weights.store import layers_of
 
 _NUMBERED = re.compile(r".*?\.\d+(?=\.)")
 """The name of a layer of the model, in the names of its modules."""
 _OF_MLPS = {GATE_UP: MergedColumnParallelLinear, DOWN: RowParallelLinear}
-
-
-class Heads(NamedTuple):
-    """Attention whose projections are shared."""
-
-    kv_heads: int
-    """Of a layer of the whole model; the parts divide them."""
-    order: Order
-    """Which part of the heads a member computes (``head_order.head_shard``)."""
 
 
 class SharedLayers:
@@ -104,6 +97,8 @@ class SharedLayers:
         """What engines share of attention; None: each has all of it. To be set before layers."""
         self.shares_vocabulary = False
         """Whether engines share the embeddings and the LM head. To be set before layers, too."""
+        self.has_adapters = False
+        """Whether outputs are in vLLM's order, as adapters need it. To be set before layers, too."""
         self._weights: dict[str, SharedWeight] = {}
         """By the name of the layer in the model."""
         self._methods: dict[str, SlotMethod] = {}
@@ -135,29 +130,32 @@ class SharedLayers:
             return of_tokens
         if (of_experts := self._experts.method(layer, name, stock)) is not None:
             return of_experts
-        owner, _, kind = name.rpartition(".")
-        add, is_plain = partial(self.add, name), isinstance(stock, STOCK)
-        method: SlotLinear | SlotFp8 | None = None
-        if isinstance(layer, _OF_MLPS.get(kind, ())) or (
-            kind == OUTPUT and f"{owner}.{QKV}" in self._weights
+        kind, is_plain = name.rpartition(".")[2], isinstance(stock, STOCK)
+        if not self._is_shared(layer, name) or not (
+            is_plain or kind != QKV or divides_heads(stock, layer, self._degree.parts)
         ):
-            method = SlotLinear(add) if is_plain else slot_fp8(stock, layer, name, add)
-        elif kind == QKV and self._divides(layer):
-            if is_plain:
-                method = SlotQkv(add)
-            elif divides_heads(stock, layer, self._degree.parts):
-                method = slot_fp8(stock, layer, name, add)
-        if method is not None:
-            self._methods[name] = method
+            return None
+        add, is_fused = partial(self.add, name), self._is_fused(kind)
+        method: SlotLinear | SlotFp8
+        if is_plain:
+            method = SlotFused(add) if is_fused else SlotLinear(add)
+        else:
+            method = slot_fp8(stock, layer, name, add, is_fused=is_fused)
+        self._methods[name] = method
         return method
 
-    def _divides(self, layer: nn.Module) -> bool:
-        """Return whether engines keep a part of a layer's heads."""
-        return (
-            self.heads is not None
-            and isinstance(layer, QKVParallelLinear)
-            and layer.total_num_kv_heads == self.heads.kv_heads
-        )
+    def _is_fused(self, kind: str) -> bool:
+        """Return whether a part of such a layer has one range of each of its matrices."""
+        return kind == QKV or (kind == GATE_UP and self.has_adapters)
+
+    def _is_shared(self, layer: nn.Module, name: str) -> bool:
+        """Return whether engines keep a part of a linear layer, as far as its kind says."""
+        owner, _, kind = name.rpartition(".")
+        if kind == OUTPUT:
+            return f"{owner}.{QKV}" in self._weights
+        if kind == QKV and isinstance(layer, QKVParallelLinear):
+            return self.heads is not None and layer.total_num_kv_heads == self.heads.kv_heads
+        return isinstance(layer, _OF_MLPS.get(kind, ()))
 
     def number(self, name: str) -> int:
         """Return the number of what is in a slot at a time, which may be a new one."""
@@ -200,7 +198,9 @@ class SharedLayers:
             UnviewableWeights: it has no so many equal parts.
         """
         kind = name.rpartition(".")[2]
-        order: Order = nested_shard
+        order, degree = nested_shard, self._degree
+        if kind == GATE_UP and self._is_fused(kind):
+            degree = degree._replace(groups=degree.parts)
         if kind in (QKV, OUTPUT):
             assert self.heads is not None, "attention is not shared"
             order = self.heads.order
@@ -213,7 +213,7 @@ class SharedLayers:
             kind=kind,
             shape=shape,
             dtype=dtype,
-            degree=self._degree,
+            degree=degree,
             own=order(self._place, self._degree.parts),
             begin=self.size,
             packed=packed,
@@ -250,7 +250,7 @@ class SharedLayers:
 
     def has(self, name: str) -> bool:
         """Return whether a tensor of the DP model is one of the shared weights, or of a piece."""
-        layer, _, key = name.rpartition(".")
+        layer, _, key = name.replace(".base_layer", "").rpartition(".")
         of_layer = layer.partition(".pieces.")[0] in self._weights and key in ("weight", "own")
         of_experts = name.removesuffix("_packed") in self._weights
         return of_layer or of_experts or self._vocabulary.has(layer, key)
@@ -282,8 +282,9 @@ class SharedLayers:
                 weight.make_up(initialize_single_dummy_weight)
             if weight.missing or weight.kept is None:
                 raise UnviewableWeights(f"{name}: the checkpoint has not all of it")
+        modules = layers_of(model)
         for name, method in self._methods.items():
-            self._layers[name] = model.get_submodule(name)
+            self._layers[name] = modules[name]
             method.keep(self._layers[name], self._weights[name], self.whole.weight(name))
         self._vocabulary.complete(model)
         self._experts.complete()
@@ -301,11 +302,7 @@ class SharedLayers:
                 f"{type(model).__name__} has no gated MLPs or experts to be shared"
             )
         for name, mlp in mlps.items():
-            layers = [getattr(mlp, kind, None) for kind in (GATE_UP, DOWN)]
-            if not isinstance(getattr(mlp, "act_fn", None), GroupedActivation) or None in layers:
-                raise UnviewableWeights(f"{name} ({type(mlp).__name__}) cannot be shared")
-            if any(layer is not None and layer.bias is not None for layer in layers):
-                raise UnviewableWeights(f"{name}: MLPs with biases cannot be shared")
+            check_shared_mlp(name, mlp, grouped=not self.has_adapters)
 
     def _rehearse(self, memory: torch.Tensor) -> None:
         """Hold what a peer keeps against its checksums (``filling.rehearse``)."""
@@ -322,6 +319,8 @@ class SharedLayers:
             shard: what part of it a member of a layout has, if the layer is not shared.
         """
         order: Order = nested_shard
+        if full.name in self._mlps and self.has_adapters:
+            return full, shard  # activations are vLLM's
         if full.name in self._mlps:
             # What the rule needs of an MLP is how many groups of rows its activation reads.
             kept = nn.Module()
@@ -341,6 +340,11 @@ class SharedLayers:
         kept.shoal_grouped = getattr(kept, "shoal_grouped", True) or within.of == 1
         find = lambda name: kept.get_parameter(name.rpartition(".")[2])  # noqa: E731
         return FullLayer(full.name, kept, find), within
+
+    def place(self, name: str, tp: int) -> int | None:
+        """Return which of its parts this engine computes of a layer; None if none is shared."""
+        weight = self._weights.get(name)
+        return None if weight is None else weight.order(self._engine % tp, tp)
 
     def _of_member(self, name: str, tp: int) -> tuple[torch.Tensor, PartRange]:
         """Return the parts that this engine computes in a layout, or that these are a part of."""
@@ -404,7 +408,7 @@ class SharedLayers:
             return
         tp, pp = layout.tp, layout.pp
         self.slots.copies[tp] = self._copies(tp)
-        modules = dict(model.named_modules())  # of a stage: those of its own layers
+        modules = layers_of(model)  # of a stage: those of its own layers
         here = [name for name in self._methods if name in modules]
         if layout != DP:
             for name in here:
@@ -422,7 +426,7 @@ class SharedLayers:
             known = self.whole.stages if tp == DP.tp else {}
             assert known.get(pp, {*numbers, *pieces}) == {*numbers, *pieces}, "of another stage"
         for name, number in self._mlps.items():
-            if name in modules and number not in waits:  # else its attention waits (``SlotQkv``)
+            if name in modules and number not in waits:  # else its attention waits (``InSections``)
                 mlp = modules[name]
                 mlp.forward = streamed(mlp.forward, tp, number, pp)
 

@@ -24,6 +24,11 @@ class SharedStore(ResidentWeights):
         """Return a layer that this engine keeps or streams, or ``full`` itself."""
         return self._layers.part(full, shard)
 
+    def place(self, name: str, shard: Shard) -> int:
+        """Return which of a layout's parts of a layer this engine computes."""
+        place = self._layers.place(name, shard.of)
+        return super().place(name, shard) if place is None else place
+
     @property
     def resident_bytes(self) -> int:
         """Bytes of weights on this engine's device: slots count, what peers keep does not."""

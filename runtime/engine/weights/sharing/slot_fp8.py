@@ -41,7 +41,7 @@ from shoal.runtime.engine.weights.sharing.slot_methods import (
     Add,
     InSections,
     PartRange,
-    SlotOfHeads,
+    SlotInSections,
     note_parts,
     order_by_parts,
     register_slot,
@@ -133,7 +133,7 @@ class SlotFp8(SplitFp8):
                     "DeepGEMM keeps scales in a form of its own, of which no part can be taken; "
                     "with VLLM_USE_DEEP_GEMM=0 vLLM takes another kernel"
                 )
-        sections = tuple(output_partition_sizes) if self._kind == QKV else ()
+        sections = tuple(output_partition_sizes) if isinstance(self, SlotInSections) else ()
         self._weight, parameter = self._add(shape, dtype, packed=True, sections=sections)
         with named(self.name):
             self._check_units(shape)
@@ -240,8 +240,8 @@ class SlotFp8(SplitFp8):
         target.quant_method = SplitFp8(target.quant_method.method, weight.kind)
 
 
-class SlotQkvFp8(SlotOfHeads, SlotFp8):
-    """``slot_methods.SlotQkv`` of FP8 weights. Scales are in the order of parts, as the bias is."""
+class SlotFusedFp8(SlotInSections, SlotFp8):
+    """``slot_methods.SlotFused`` of FP8 weights. Scales are ordered as the bias is."""
 
     def keep(self, layer: nn.Module, weight: SharedWeight, whole: torch.Tensor) -> None:
         """See ``SlotMethod.keep``."""
@@ -256,16 +256,23 @@ class SlotQkvFp8(SlotOfHeads, SlotFp8):
                 order_by_parts(rows, sections, weight.degree.parts)
         super().keep(layer, weight, whole)
 
-    def _streamed(self, target: nn.Module) -> "StreamedQkvFp8":
-        return StreamedQkvFp8(target.quant_method.method)
+    def _streamed(self, target: nn.Module) -> "StreamedFusedFp8":
+        return StreamedFusedFp8(target.quant_method.method)
 
 
-class StreamedQkvFp8(InSections, ViewedFp8):
-    """``slot_methods.StreamedQkv`` of FP8 weights."""
+class StreamedFusedFp8(InSections, ViewedFp8):
+    """``slot_methods.StreamedFused`` of FP8 weights."""
 
 
-def slot_fp8(stock: Any, layer: nn.Module, name: str, add: Add) -> SlotFp8:
+def slot_fp8(stock: Any, layer: nn.Module, name: str, add: Add, *, is_fused: bool) -> SlotFp8:
     """Return the method of a layer for which vLLM would take ``stock``.
+
+    Args:
+        stock: that method.
+        layer: of the DP model, which is being made.
+        name: of the layer.
+        add: makes the weight.
+        is_fused: whether a part has one range of each of the layer's matrices.
 
     Raises:
         UnviewableWeights: the layer is quantised in another way.
@@ -275,8 +282,7 @@ def slot_fp8(stock: Any, layer: nn.Module, name: str, add: Add) -> SlotFp8:
         raise UnviewableWeights(
             f"{name}: {type(scheme).__name__} weights cannot be shared; FP8 checkpoints can"
         )
-    kind = SlotQkvFp8 if name.rpartition(".")[2] == QKV else SlotFp8
-    return kind(stock, name, add)
+    return SlotFusedFp8(stock, name, add) if is_fused else SlotFp8(stock, name, add)
 
 
 def divides_heads(stock: Any, layer: QKVParallelLinear, parts: int) -> bool:

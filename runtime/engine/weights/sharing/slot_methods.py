@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from shoal.policies.values.layouts import DP
 from shoal.runtime.engine.weights.rules.unquantised import PlainLinear
-from shoal.runtime.engine.weights.sharing.shared_weight import SharedWeight
+from shoal.runtime.engine.weights.sharing.shared_weight import QKV, SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import use_weights
 from shoal.runtime.engine.weights.sharing.split_linear import INPUTS, OUTPUTS, split_linear
 
@@ -159,31 +159,33 @@ class SlotLinear(PlainLinear):
 
 
 class InSections:
-    """Mixed into methods of queries, keys and values: outputs of several parts are put in order."""
+    """Mixed into methods of fused layers: outputs of several parts are put in vLLM's order."""
 
     def apply(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the layer's output, once the weights of the whole layer are in their slot."""
-        x = use_weights(x, layer.slot_tp, layer.slot_number, layer.slot_pp)
+        """Return the layer's output, of attention once the model's layer is in its slot."""
+        if layer.slot_waits:
+            x = use_weights(x, layer.slot_tp, layer.slot_number, layer.slot_pp)
         return in_sections(super().apply(layer, x, bias), layer)  # type: ignore[misc]
 
 
-class SlotOfHeads(InSections):
-    """Mixed into a ``SlotMethod``, which is that of queries, keys and values then.
+class SlotInSections(InSections):
+    """Mixed into a ``SlotMethod``, which is that of a layer of several matrices then.
 
-    A part has its own queries, keys and values, one after the other (``SharedWeight.stored``). So
-    outputs of several parts are put in vLLM's order afterwards.
+    A part has its own range of each, one after the other (``SharedWeight.stored``). So outputs of
+    several parts are put in vLLM's order afterwards.
     """
 
     def part(
         self, layer: nn.Module, weight: SharedWeight, stored: torch.Tensor, parts: PartRange
     ) -> nn.Module:
-        """See ``SlotMethod.part``. The part knows which heads it has (``QkvRule``)."""
+        """See ``SlotMethod.part``. The part knows what it has of each matrix (``FusedRule``)."""
         part: nn.Module = super().part(layer, weight, stored, parts)  # type: ignore[misc]
         all_parts = weight.degree.parts
         part.output_sizes = [size * parts.size // all_parts for size in weight.sections]
-        part.total_num_kv_heads = layer.total_num_kv_heads * parts.size // all_parts
+        if weight.kind == QKV:
+            part.total_num_kv_heads = layer.total_num_kv_heads * parts.size // all_parts
         part.shoal_grouped = parts.size > 1
         return part
 
@@ -206,8 +208,8 @@ class SlotOfHeads(InSections):
         raise NotImplementedError
 
 
-class SlotQkv(SlotOfHeads, SlotLinear):
-    """``SlotMethod`` of queries, keys and values. The bias is in the order of parts.
+class SlotFused(SlotInSections, SlotLinear):
+    """``SlotMethod`` of several matrices that are one. The bias is in the order of parts.
 
     Args:
         add: makes the weight.
@@ -231,15 +233,15 @@ class SlotQkv(SlotOfHeads, SlotLinear):
             part.bias = Parameter(bias, requires_grad=False)
         return part
 
-    def _streamed(self, _target: nn.Module) -> "StreamedQkv":
-        return StreamedQkv(meta=True)
+    def _streamed(self, _target: nn.Module) -> "StreamedFused":
+        return StreamedFused(meta=True)
 
 
-class StreamedQkv(InSections, PlainLinear):
-    """Queries, keys and values of a layout that streams several parts: one product for all."""
+class StreamedFused(InSections, PlainLinear):
+    """The same of a layout that streams several parts: one product for all."""
 
 
-# --- queries, keys and values, of any format ------------------------------------------------------
+# --- several matrices that are one, of any format -------------------------------------------------
 
 
 def note_parts(layer: nn.Module, weight: SharedWeight, parts: PartRange, pp: int) -> None:
@@ -254,22 +256,24 @@ def note_parts(layer: nn.Module, weight: SharedWeight, parts: PartRange, pp: int
     layer.slot_number, layer.slot_parts, layer.slot_pp = weight.layer, parts.size, pp
     layer.slot_tp = weight.degree.parts // parts.size
     layer.slot_sections = tuple(size // layer.slot_tp for size in weight.sections)
+    # Of an MLP that comes first in its layer, all of it waits (``SharedLayers.stream_in``).
+    layer.slot_waits = weight.kind == QKV
 
 
 def order_by_parts(rows: torch.Tensor, sections: Sequence[int], parts: int) -> None:
     """Put rows for outputs from vLLM's order into that of parts, in place.
 
     Args:
-        rows: ``[outputs, ...]``, first those of all queries.
-        sections: how many rows are for queries, for keys and for values.
-        parts: how many parts there are; each has its queries, then its keys, then its values.
+        rows: ``[outputs, ...]``, first those of the first matrix, such as all queries.
+        sections: how many rows each matrix has.
+        parts: how many parts there are; each has its rows of the first matrix, then of the next.
     """
     of_parts = [some.unflatten(0, (parts, -1)) for some in rows.split(list(sections))]
     rows.copy_(torch.cat(of_parts, dim=1).flatten(0, 1))
 
 
 def in_sections(y: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    """Return outputs of a layer's parts, each with its own three sections, in vLLM's order."""
+    """Return outputs of a layer's parts, each with sections of its own, in vLLM's order."""
     of_parts = y.view(*y.shape[:-1], layer.slot_parts, -1)
     sizes = [size // layer.slot_parts for size in layer.slot_sections]
     return torch.cat([some.flatten(-2) for some in of_parts.split(sizes, dim=-1)], dim=-1)

@@ -50,11 +50,16 @@ def test_an_adapter_that_cannot_be_read_is_named_in_one_line() -> None:
 
 @pytest.mark.parametrize("lora", [True, False])
 @pytest.mark.parametrize(
-    ("is_moe", "speculation", "targets"),
-    [(True, None, [*LAYERS]), (False, "ngram", [*LAYERS]), (False, None, None)],
+    ("is_moe", "speculation", "share", "targets"),
+    [
+        (True, None, 1, [*LAYERS]),
+        (False, "ngram", 1, [*LAYERS]),
+        (False, None, 2, [*LAYERS]),
+        (False, None, 1, None),
+    ],
 )
-def test_routed_experts_and_heads_of_drafts_have_no_slots(
-    is_moe: bool, speculation: str | None, targets: list[str] | None, lora: bool
+def test_routed_experts_heads_of_drafts_and_shared_vocabularies_have_no_slots(
+    is_moe: bool, speculation: str | None, share: int, targets: list[str] | None, lora: bool
 ) -> None:
     adapters = SimpleNamespace(target_modules=None)
     config: Any = SimpleNamespace(
@@ -62,5 +67,5 @@ def test_routed_experts_and_heads_of_drafts_have_no_slots(
         model_config=SimpleNamespace(is_moe=is_moe),
         speculative_config=speculation,
     )
-    limit_adapters(config)
+    limit_adapters(config, share)
     assert adapters.target_modules == (targets if lora else None)

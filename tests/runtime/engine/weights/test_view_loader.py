@@ -23,8 +23,7 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
 from shoal.policies.values.layouts import Layout
 from shoal.runtime.engine.weights import view_loader
-from shoal.runtime.engine.weights.rules.shard_rule import FullLayer
-from shoal.runtime.engine.weights.rules.shards import Shard, UnviewableWeights
+from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import (
@@ -271,11 +270,11 @@ def test_a_change_of_the_dp_weights_is_seen_through_every_view() -> None:
     assert all((tensor == 3.0).all() for viewed in views for tensor in viewed.parameters())
 
 
-class ElsewhereStore:
+class ElsewhereStore(ResidentWeights):
     """Full weights that are not the DP model's tensors."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        super().__init__(model)
         self.tensors = {
             name: tensor.detach().clone()
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -283,9 +282,6 @@ class ElsewhereStore:
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
-
-    def part(self, full: FullLayer, shard: Shard) -> tuple[FullLayer, Shard]:
-        return full, shard
 
 
 @pytest.mark.parametrize(("rank", "degree"), ranks(2, 4))

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -26,9 +27,10 @@ from shoal.runtime.engine.groups.head_order import head_shard
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.sharing.device_pages import DevicePages
 from shoal.runtime.engine.weights.sharing.device_shards import DeviceShards
+from shoal.runtime.engine.weights.sharing.nested_order import Heads
 from shoal.runtime.engine.weights.sharing.pages import HostPages, Pages
 from shoal.runtime.engine.weights.sharing.shard_memory import HostShards, ShardMemory
-from shoal.runtime.engine.weights.sharing.shared_layers import Heads, SharedLayers
+from shoal.runtime.engine.weights.sharing.shared_layers import SharedLayers
 from shoal.runtime.engine.weights.sharing.shared_store import SharedStore
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree
 from shoal.runtime.engine.weights.sharing.slots import Copier, HostCopier, WeightSlots, stream_by
@@ -268,6 +270,8 @@ class Weights(NamedTuple):
     """What engines share of attention."""
     vocabulary: bool = False
     """Whether they share the embeddings and the LM head."""
+    adapters: bool = False
+    """Whether vLLM puts layers around those of the DP model that add what adapters compute."""
 
     def config(self, *, views: bool) -> SharedWeights:
         """Return the configuration of a layout."""
@@ -292,6 +296,35 @@ class Weights(NamedTuple):
             self.load(model)
         arrange_weights(ResidentWeights(model), ENGINES)
         return model
+
+
+class Adapted(BaseLayerWithLoRA):  # type: ignore[misc]
+    """Stands in for vLLM's layers with adapters, of which no request names one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_layer, name)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        bias: torch.Tensor | None = self.base_layer.bias
+        return bias
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base_layer(x)
+
+
+def put_adapters_around(model: Any) -> None:
+    for part in model.steps:
+        for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+            if hasattr(part, name):
+                setattr(part, name, Adapted(getattr(part, name)))
 
 
 UNQUANTISED = Weights(PLAIN, load)
@@ -337,11 +370,14 @@ class SharingEngine:
         )
         self.mlps.heads = weights.heads
         self.mlps.shares_vocabulary = weights.vocabulary
+        self.mlps.has_adapters = weights.adapters
         quant = weights.config(views=False)
         quant.shared = self.mlps.method
         with tensor_parallel(0, 1):
             self.dp = weights.model(quant, sizes=weights.sizes)
             weights.load(self.dp)
+        if weights.adapters:
+            put_adapters_around(self.dp)
         self.store = SharedStore(self.dp, self.mlps)
         arrange_weights(self.store, groups)
         self.mlps.whole.patience = 0.0

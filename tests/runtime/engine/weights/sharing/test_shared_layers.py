@@ -19,8 +19,9 @@ from shoal.runtime.engine.weights.rules.shards import UnviewableWeights
 from shoal.runtime.engine.weights.shared_weights import SharedWeights
 from shoal.runtime.engine.weights.sharing import filling
 from shoal.runtime.engine.weights.sharing.filling import Filling, Part
+from shoal.runtime.engine.weights.sharing.nested_order import Heads, nested_shard
 from shoal.runtime.engine.weights.sharing.pages import HostPages
-from shoal.runtime.engine.weights.sharing.shared_layers import Heads, SharedLayers
+from shoal.runtime.engine.weights.sharing.shared_layers import SharedLayers
 from shoal.runtime.engine.weights.sharing.shared_weight import Degree, SharedWeight
 from shoal.runtime.engine.weights.sharing.slots import Copy, HostCopier, WeightSlots, stream_by
 from shoal.runtime.engine.weights.sharing.whole_weights import WholeWeights
@@ -28,6 +29,7 @@ from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import arrange_weights
 from tests.runtime.engine.one_rank import tensor_parallel
 from tests.runtime.engine.weights.sharing.sharing_engines import (
+    BY_HEADS,
     DECODER,
     ENGINES,
     HEAD_SIZE,
@@ -74,8 +76,13 @@ def stock() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "weights"),
-    [(on_cpu, UNQUANTISED), (on_simulated_gpu, UNQUANTISED), (on_simulated_gpu, DECODER)],
-    ids=["on_cpu", "on_simulated_gpu", "with attention"],
+    [
+        (on_cpu, UNQUANTISED),
+        (on_simulated_gpu, UNQUANTISED),
+        (on_simulated_gpu, DECODER),
+        (on_simulated_gpu, DECODER._replace(adapters=True)),
+    ],
+    ids=["on_cpu", "on_simulated_gpu", "with attention", "with adapters"],
 )
 @pytest.mark.parametrize("share", [2, 4])
 def test_all_layouts_compute_what_the_whole_model_does(
@@ -91,6 +98,16 @@ def test_all_layouts_compute_what_the_whole_model_does(
         for engine in whole:
             engine.mlps.be_shared()
         assert_right(engines, stock)
+
+
+def test_an_adapter_is_divided_as_the_parts_that_members_compute(tmp_path: Path) -> None:
+    """By the ``tp_rank`` of a layer, vLLM's layer around it takes its part of an adapter."""
+    for engine in node(tmp_path, 2, on_cpu, DECODER._replace(adapters=True)):
+        block = engine.member(4).blocks[0]
+        place = nested_shard(engine.number, 4)
+        assert {layer.tp_rank for layer in (block.mlp.gate_up_proj, block.mlp.down_proj)} == {place}
+        place = BY_HEADS.order(engine.number, 4)
+        assert {layer.tp_rank for layer in (block.attn.qkv_proj, block.attn.o_proj)} == {place}
 
 
 def assert_right(engines: list[SharingEngine], stock: list[torch.Tensor]) -> None:
