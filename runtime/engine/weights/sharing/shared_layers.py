@@ -197,8 +197,8 @@ class SharedLayers:
         Raises:
             UnviewableWeights: it has no so many equal parts.
         """
-        kind = name.rpartition(".")[2]
-        order, degree = nested_shard, self._degree
+        kind, degree = name.rpartition(".")[2], self._degree
+        order: Order = nested_shard
         if kind == GATE_UP and self._is_fused(kind):
             degree = degree._replace(groups=degree.parts)
         if kind in (QKV, OUTPUT):
