@@ -47,6 +47,11 @@ class Adviser:
         self.policy: Policy
         self._take(policy)
 
+    @property
+    def is_studying(self) -> bool:
+        """Whether work of the policy goes on beside the controller's, or has findings for it."""
+        return self._studies.is_running
+
     def change(self, policy: str) -> None:
         """Ask another policy from now on.
 

@@ -51,6 +51,8 @@ log = logging.getLogger("shoal.controller")
 REVIEW_SECONDS = 0.5
 """How often a policy that decides the layout is asked while nothing arrives; it may act on that.
 Background requests that wait may start then, too."""
+FINDINGS_SECONDS = 0.01
+"""How often the loop looks whether a study of the policy has ended (``Studies``)."""
 
 
 class Controller:
@@ -208,6 +210,8 @@ class Controller:
         reviews = self._adviser.policy.decides_layout or self.books.requests.pool.background
         if reviews and self._may_decide:
             due.append(self._decided_at + REVIEW_SECONDS)
+        if self._adviser.is_studying:
+            due.append(now + FINDINGS_SECONDS)
         waits = [timeout, *(max(0.0, at - now) for at in due if at is not None)]
         return min((seconds for seconds in waits if seconds is not None), default=None)
 

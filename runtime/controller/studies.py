@@ -30,6 +30,11 @@ class Studies:
         """Whether there is a thread for studies."""
         return self._executor is not None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a study goes on, or has findings that nobody has asked for."""
+        return self._running is not None
+
     def begin(self, study: Callable[[], object]) -> None:
         """Do a study, in place of an earlier one, whose findings nobody needs any more."""
         assert self._executor is not None, "there is no thread for studies"

@@ -10,6 +10,7 @@ import pytest
 from shoal.policies import registry
 from shoal.policies.values.plan import Plan, Policy
 from shoal.policies.values.snapshot import Snapshot
+from shoal.runtime.controller.loop import FINDINGS_SECONDS
 from shoal.runtime.controller.studies import Studies
 from shoal.runtime.protocol import messages as m
 from tests.runtime.loopback_node import LoopbackNode
@@ -122,6 +123,22 @@ def test_a_policy_gets_what_its_study_has_found_and_no_other_policy_does(
     node.send("c", 10, 5)
     node.settle()
     assert set(seen) == {(True, None)}
+
+
+def test_findings_are_asked_for_soon_though_no_message_comes(
+    thread: ManualExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = iter([Plan(study=lambda: "found")])
+    policy = Policy("test", lambda _: next(plans, Plan()), decides_layout=True)
+    monkeypatch.setitem(registry.POLICIES, "test", policy)
+    node = LoopbackNode(2, policy="test", thread=thread)
+    node.send("a", 10, 5)
+    node.settle()
+    assert node.controller.next_wakeup() == pytest.approx(FINDINGS_SECONDS)
+    thread.work()
+    node.controller.turn(0.0)
+    wakeup = node.controller.next_wakeup()
+    assert wakeup is None or wakeup > FINDINGS_SECONDS
 
 
 def test_where_there_is_no_thread_policies_know_that(monkeypatch: pytest.MonkeyPatch) -> None:

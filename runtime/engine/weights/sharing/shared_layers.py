@@ -98,7 +98,7 @@ class SharedLayers:
         self.shares_vocabulary = False
         """Whether engines share the embeddings and the LM head. To be set before layers, too."""
         self.has_adapters = False
-        """Whether outputs are in vLLM's order, as adapters need it. To be set before layers, too."""
+        """Whether outputs are in vLLM's order: adapters need it. To be set before layers, too."""
         self._weights: dict[str, SharedWeight] = {}
         """By the name of the layer in the model."""
         self._methods: dict[str, SlotMethod] = {}
