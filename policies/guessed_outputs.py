@@ -4,10 +4,15 @@ Lengths are drawn from those of outputs that have ended, evenly spread rather th
 sends long prompts often wants short answers, or the other way round. So they are drawn from the
 outputs of prompts that were about as long, if these differ and as far as enough of them have ended.
 
+Some clients say how long an output may be, and mean it: nearly all of their outputs are so long.
+Others leave room that few outputs need. So as large a share of the guesses is the limit as that of
+the latest outputs which came to theirs.
+
 While a node fills up, what has ended is mostly short: the long outputs that began as early still
 run. So these count, too, as being at least as long as they are now (``Outputs.with_running``).
 """
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -27,6 +32,10 @@ DEVIATIONS = 3.0
 all. Otherwise the difference may be chance."""
 GOLDEN = 0.6180339887498949
 """1 over the golden ratio. Multiples of it, modulo 1, are spread evenly, however many there are."""
+PLASTIC = 0.7548776662466927
+"""1 over the plastic ratio. Its multiples are spread evenly beside those of ``GOLDEN``, too."""
+UNLIMITED = sys.maxsize
+"""The limit of an output of which the client has not said how long it may be."""
 
 
 class Outputs(NamedTuple):
@@ -38,11 +47,14 @@ class Outputs(NamedTuple):
     """Lengths of the latest outputs, ascending; at most ``OUTPUTS_KEPT``."""
     by_prompt: tuple[tuple[int, ...], ...]
     """The same by the lengths of prompts (``Snapshot.outputs_by_prompt``)."""
+    limit_share: float = 0.0
+    """See ``Snapshot``."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> "Outputs":
         """Return what is known from the outputs that have ended."""
-        return cls(snapshot.output_tokens, snapshot.outputs, snapshot.outputs_by_prompt)
+        by_prompt = snapshot.outputs_by_prompt
+        return cls(snapshot.output_tokens, snapshot.outputs, by_prompt, snapshot.limit_share)
 
     def with_running(self, running: Iterable[tuple[int, int]]) -> "Outputs":
         """Return the lengths when those outputs count, too, that still run.
@@ -67,15 +79,25 @@ class Outputs(NamedTuple):
         # If outputs end at random times, this is their likeliest mean. That one more has ended is
         # assumed so that there is a mean at all.
         mean = (sum(self.latest) + sum(every)) / (len(self.latest) + 1)
-        return Outputs(max(self.mean, mean), _with_running(self.latest, every), by_prompt)
+        latest = _with_running(self.latest, every)
+        return self._replace(mean=max(self.mean, mean), latest=latest, by_prompt=by_prompt)
 
-    def drawn(self, serial: int, prompt: int) -> int:
+    def drawn(self, serial: int, prompt: int, limit: int = UNLIMITED) -> int:
         """Return the tokens that the next request is expected to generate.
 
         Args:
             serial: numbers the draws.
             prompt: tokens of its prompt.
+            limit: most tokens that it may generate.
         """
+        if self._comes_to(limit, serial):
+            return limit
+        return min(limit, self._drawn(serial, prompt))
+
+    def _comes_to(self, limit: int, serial: int) -> bool:
+        return limit < UNLIMITED and serial * PLASTIC % 1 < self.limit_share
+
+    def _drawn(self, serial: int, prompt: int) -> int:
         share, alike = serial * GOLDEN % 1, self._alike(prompt)
         trust = min(1.0, len(alike) / LEAST_OUTPUTS)
         if share < trust:
@@ -85,14 +107,20 @@ class Outputs(NamedTuple):
             return max(1, self._at_random(share))
         return max(1, self.latest[int(share * len(self.latest))])
 
-    def longer(self, serial: int, prompt: int, tokens: int) -> int:
+    def longer(self, serial: int, prompt: int, tokens: int, limit: int = UNLIMITED) -> int:
         """Return the tokens that a request is expected to generate which has generated so many.
 
         Args:
             serial: numbers the draws.
             prompt: tokens of its prompt.
             tokens: what it has generated.
+            limit: most tokens that it may generate.
         """
+        if self._comes_to(limit, serial):
+            return limit
+        return min(limit, self._longer(serial, prompt, tokens))
+
+    def _longer(self, serial: int, prompt: int, tokens: int) -> int:
         share, alike = serial * GOLDEN % 1, self._alike(prompt)
         if len(self.latest) < LEAST_OUTPUTS:
             return tokens + max(1, self._at_random(share))

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.policies.guessed_outputs import Outputs
-from shoal.policies.jobs import UNLIMITED, Decode, Job, kind_of
+from shoal.policies.guessed_outputs import UNLIMITED, Outputs
+from shoal.policies.jobs import Decode, Job, kind_of
 from shoal.policies.shadow import Population, Shadow, Units, shadow_of
 from shoal.policies.terms import TermsOf
 from shoal.policies.values.layouts import Unit
@@ -197,7 +197,8 @@ class Hindsight:
                 snapshot,
                 request,
                 cached.pop(request.request_id, round(snapshot.hit_share * request.prompt_tokens)),
-                outputs.drawn(serial, request.prompt_tokens),
+                outputs,
+                serial,
             )
             for serial, request in enumerate(news.arrived, self.drawn + 1)
         ]
@@ -207,7 +208,7 @@ class Hindsight:
         # The current shadow goes as the node does: what has not ended on the node is longer.
         for key, prompt, tokens, limit in current.guesses():
             drawn += 1
-            longer = min(limit, outputs.longer(drawn, prompt, tokens))
+            longer = outputs.longer(drawn, prompt, tokens, limit)
             lengths.append(Length(key, longer, is_known=False))
             for shadow in shadows:
                 shadow.expect(key, longer, self.terms, known=False)
@@ -324,8 +325,7 @@ def population_of(snapshot: Snapshot) -> Population:
         if states and not any(state.can_hold(request) for state in states):
             continue
         drawn += 1
-        output = outputs.drawn(drawn, request.prompt_tokens)
-        job = _job_of(snapshot, request, 0, output)
+        job = _job_of(snapshot, request, 0, outputs, drawn)
         waiting.append(job._replace(start=snapshot.now))
     return Population(decoding, waiting, {})
 
@@ -343,20 +343,23 @@ def _waiting_job(now: float, prompt: int, outputs: Outputs, serial: int) -> Job:
     return Job(now, tokens, tokens, outputs.drawn(serial, tokens))
 
 
-def _job_of(snapshot: Snapshot, request: PoolRequest, cached: int, output: int) -> Job:
+def _job_of(
+    snapshot: Snapshot, request: PoolRequest, cached: int, outputs: Outputs, serial: int
+) -> Job:
     """Return a request that has come, for shadows.
 
     Args:
         snapshot: the node.
         request: the request.
         cached: tokens of its prompt that need not be computed.
-        output: the tokens that it is expected to generate, if it may.
+        outputs: what is known of the lengths of outputs.
+        serial: numbers the draws.
     """
-    prompt, key = request.prompt_tokens, request.request_id
-    limit = request.output_limit or UNLIMITED
+    prompt, limit = request.prompt_tokens, request.output_limit or UNLIMITED
     kind = kind_of(request.priority, snapshot.targets, snapshot.output_tokens)
+    output = outputs.drawn(serial, prompt, limit)
     new = max(1, prompt - cached)
-    return Job(request.arrival, new, prompt, min(output, limit), key, limit, kind=kind)
+    return Job(request.arrival, new, prompt, output, request.request_id, limit, kind=kind)
 
 
 def _running(shadow: Shadow) -> Sequence[tuple[int, int]]:

@@ -4,11 +4,11 @@ A promise that is missed by little is half broken, and one that is kept by littl
 not the node. So what a layout breaks changes little by little with the load.
 """
 
-import sys
 from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
+from shoal.policies.guessed_outputs import UNLIMITED
 from shoal.policies.values.snapshot import NORMAL_PRIORITY, Target
 
 BROKEN = 1.0
@@ -17,8 +17,6 @@ TTFT_SHARPNESS, TPOT_SHARPNESS = 8, 16
 """How suddenly a promise counts as broken when the time comes near the target."""
 MOST_LATE = 9.0
 """Times as late as promised from which on more makes no difference."""
-UNLIMITED = sys.maxsize
-"""Most tokens of an output of which the client has not said how long it may be."""
 
 
 class Promise(NamedTuple):

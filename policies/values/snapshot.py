@@ -294,6 +294,8 @@ class Snapshot:
     """The same by the bits of the prompts' numbers of tokens: those of prompts of 1,024 to 2,047
     tokens are at 11. ``ALIKE_KEPT`` are remembered of each class, also if no other has come for
     long."""
+    limit_share: float = 0.0
+    """Share of the latest outputs with a limit that were as long as it (``output_limit``)."""
     arrived: tuple[PoolRequest, ...] = ()
     """Requests that have come since the policy was last asked, without background requests."""
     placed: tuple[tuple[str, int], ...] = ()

@@ -352,8 +352,13 @@ class Controller:
             self._capacity.observe(core, load)
         ended = requests.report(load)
         outputs = core.outputs
-        lengths = [(r.seen.prompt_tokens, outputs[r.id]) for r in ended if r.id in outputs]
-        self._capacity.see_lengths(lengths)
+        self._capacity.see_lengths(
+            [
+                (one.seen.prompt_tokens, outputs[one.id], one.seen.output_limit)
+                for one in ended
+                if one.id in outputs
+            ]
+        )
         self._demand.end({request.id: outputs.get(request.id, 0) for request in ended})
         for request in ended:
             self.books.statistics.left(request, m.Outcome.FINISHED)

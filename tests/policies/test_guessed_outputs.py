@@ -128,3 +128,19 @@ def test_where_outputs_were_forgotten_the_others_are_the_usual_ones() -> None:
         by_prompt=((),) * 9 + (tuple(range(ALIKE_KEPT)),),
     )
     assert seen.with_running([(CHAT, 300)] * 500) == seen
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(1.0, 100, 100), (0.5, 45, 60), (0.0, 0, 0)])
+def test_as_many_outputs_are_as_long_as_they_may_be_as_lately(
+    share: float, least: int, most: int
+) -> None:
+    known = ended()._replace(limit_share=share)
+    guesses = [known.drawn(serial, CHAT, 10**6) for serial in range(100)]
+    assert least <= guesses.count(10**6) <= most
+    longer = [known.longer(serial, CHAT, 50, 10**6) for serial in range(100)]
+    assert least <= longer.count(10**6) <= most
+
+
+def test_no_output_is_longer_than_it_may_be() -> None:
+    assert {ended().drawn(serial, CHAT, 2) for serial in range(100)} == {1, 2}
+    assert max(ended().longer(serial, CHAT, 50, 51) for serial in range(100)) == 51

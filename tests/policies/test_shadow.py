@@ -5,7 +5,8 @@ from math import inf
 
 import pytest
 
-from shoal.policies.jobs import UNLIMITED, USUAL, Decode, Job, Kind, Promise
+from shoal.policies.guessed_outputs import UNLIMITED
+from shoal.policies.jobs import USUAL, Decode, Job, Kind, Promise
 from shoal.policies.shadow import Population, Queue, Shadow, shadow_of
 from shoal.policies.terms import Terms
 from shoal.policies.unit_costs import Prices

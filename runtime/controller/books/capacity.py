@@ -113,10 +113,7 @@ class Capacity:
             waiting=len(self._pool),
             waiting_tokens=self._pool.tokens,
             **demand.rates(now)._asdict(),
-            prompt_tokens=self._lengths.prompt,
-            output_tokens=self._lengths.output,
-            outputs=self._lengths.outputs,
-            outputs_by_prompt=self._lengths.by_prompt,
+            **self._lengths.known._asdict(),
             **self._prefixes.hits._asdict(),
             since_switch=since_switch,
             layouts=self._layouts,
@@ -217,8 +214,8 @@ class Capacity:
             known = self.costs.observe(core, load)
             self._lengths.see(known, started=core.begun_since(load), ended=len(load.finished))
 
-    def see_lengths(self, ended: Collection[tuple[int, int]]) -> None:
-        """Note the tokens of the prompts and outputs of requests that have ended."""
+    def see_lengths(self, ended: Collection[tuple[int, int, int | None]]) -> None:
+        """Note the tokens of requests that have ended (``Lengths.end``)."""
         self._lengths.end(ended)
 
     def _unit_states(self, busy: Collection[int]) -> tuple[UnitState, ...]:

@@ -25,6 +25,8 @@ LENGTHS_KEPT = 300
 """After so many further requests, the weight of a request's length has fallen to about a third."""
 LENGTHS_ASSUMED = 50
 """Number of requests of assumed length with which the averages start."""
+LIMITS_ASSUMED = 4
+"""Number of requests with which the share of outputs starts that come to their limit: half do."""
 RATE_SECONDS = (10.0, SMOOTHING_SECONDS, 0.5)
 """Time constants of the arrival rates; the longest one is for steady arrivals."""
 USUAL_SECONDS = 60.0
@@ -161,6 +163,16 @@ class Demand:
             self._urgent_at = now
 
 
+class KnownLengths(NamedTuple):
+    """What is known of the lengths of requests; the fields are those of ``Snapshot``."""
+
+    prompt_tokens: float
+    output_tokens: float
+    outputs: tuple[int, ...]
+    outputs_by_prompt: tuple[tuple[int, ...], ...]
+    limit_share: float
+
+
 class Lengths:
     """Mean lengths of requests; the length of an output is unknown before it ends."""
 
@@ -174,6 +186,9 @@ class Lengths:
         self._by_prompt = defaultdict[int, deque[int]](lambda: deque(maxlen=ALIKE_KEPT))
         self.by_prompt: tuple[tuple[int, ...], ...] = ()
         """See ``Snapshot.outputs_by_prompt``."""
+        self.limit_share = 0.5
+        """See ``Snapshot``."""
+        self._limited = float(LIMITS_ASSUMED)
 
     def see(self, done: Work, *, started: int, ended: int) -> None:
         """Note the work of steps.
@@ -193,18 +208,27 @@ class Lengths:
         self._ended = kept * self._ended + ended
         self._output = kept * self._output + done.decodes + done.accepted
 
-    def end(self, ended: Collection[tuple[int, int]]) -> None:
-        """Note the tokens of the prompts and outputs of requests that have ended."""
+    def end(self, ended: Collection[tuple[int, int, int | None]]) -> None:
+        """Note the tokens of requests that have ended: prompt, output, and its limit, if any."""
         if not ended:
             return  # as with most messages: what is sorted stays
         by_prompt = [*self.by_prompt]
-        for prompt, output in ended:
+        for prompt, output, limit in ended:
+            if limit is not None:
+                self._limited = (1 - 1 / LENGTHS_KEPT) * self._limited + 1
+                self.limit_share += ((output >= limit) - self.limit_share) / self._limited
             self._outputs.append(output)
             k = prompt.bit_length()
             by_prompt += [()] * (k + 1 - len(by_prompt))
             self._by_prompt[k].append(output)
             by_prompt[k] = tuple(sorted(self._by_prompt[k]))
         self.outputs, self.by_prompt = tuple(sorted(self._outputs)), tuple(by_prompt)
+
+    @property
+    def known(self) -> KnownLengths:
+        """What snapshots say."""
+        means = self.prompt, self.output
+        return KnownLengths(*means, self.outputs, self.by_prompt, self.limit_share)
 
     @property
     def prompt(self) -> float:

@@ -118,13 +118,24 @@ def test_what_is_computed_again_starts_again() -> None:
 def test_outputs_are_remembered_by_the_lengths_of_their_prompts() -> None:
     """Those of rare prompts too, when many others have ended since."""
     lengths = Lengths()
-    lengths.end([(1024, 7), (2047, 5)])
+    lengths.end([(1024, 7, None), (2047, 5, None)])
     for _ in range(OUTPUTS_KEPT):
-        lengths.end([(100, 300)])
+        lengths.end([(100, 300, None)])
     assert lengths.by_prompt[11] == (5, 7)
     assert lengths.by_prompt[7] == (300,) * ALIKE_KEPT
     assert not any(lengths.by_prompt[k] for k in (0, 8, 10))
     assert lengths.outputs == (300,) * OUTPUTS_KEPT
+
+
+def test_it_is_known_whether_outputs_come_to_their_limits() -> None:
+    lengths = Lengths()
+    assert lengths.limit_share == 0.5, "nobody knows yet"
+    for _ in range(40):
+        lengths.end([(100, 64, 64), (100, 999, None)])
+    assert lengths.limit_share > 0.9
+    for _ in range(2000):
+        lengths.end([(100, 63, 64)])
+    assert lengths.limit_share < 0.01
 
 
 # --- the rate at which requests come ---
