@@ -66,7 +66,7 @@ def wait_until_whole(http: httpx.Client, restarts: list[int]) -> None:
 
 def test_a_killed_engine_comes_back(cache: Path) -> None:
     # So long a pause that all is seen that is asked about in it.
-    with served(cache, "--restart-backoff", "5") as (node, http):
+    with served(cache, "--restart-backoff", "10") as (node, http):
         assert http.get("/ready").json() == {"ready": True}
         node.kill("engine 1")
         while not (view := layout(http))["unavailable"]:
