@@ -134,9 +134,9 @@ def _layout_plan(snapshot: Snapshot, model: StepPredictor, needed: int, lane: Un
 def _studied(snapshot: Snapshot, memory: Memory, needed: int, lane: Unit | None) -> Plan | None:
     """Return the plan while a judgement goes on in another thread, or when it has ended.
 
-    None: there is none, or it has failed, or what it has found cannot be done. Running requests
-    that move to another unit do not end it (``Snapshot.switching``). They may do so twice a second,
-    so a longer judgement would never end.
+    None is returned if no judgement goes on, if it has failed, or if what it has found cannot be
+    done. Moves of running requests, during which no switch can start (``Snapshot.switching``), do
+    not end a judgement: they may begin twice a second, and a longer judgement would never end.
 
     Args:
         snapshot: the node as it is now.

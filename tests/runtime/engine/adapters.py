@@ -1,13 +1,15 @@
 """LoRA adapters of tests with real engines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm.lora.request import LoRARequest
 
 from shoal.runtime.config import Adapter
 from tests.random_adapter import Shapes, write_adapter
 from tests.random_checkpoint import CheckpointSpec
+from tests.runtime.engine.real_node import RealNode, stock_tokens
 
 Adapters = list[LoRARequest | None]
 
@@ -34,3 +36,37 @@ def write_adapters(
 def named(adapters: Sequence[LoRARequest | None]) -> list[Adapter]:
     """Return the adapters as a node is told of them."""
     return [Adapter(each.lora_name, each.lora_path) for each in adapters if each is not None]
+
+
+def submitted(
+    node: RealNode, adapters: Adapters, prompts: Sequence[Sequence[int]], tokens: int
+) -> list[str]:
+    """Send each prompt with every adapter, dealt out to the units; return the requests' ids."""
+    units = node.partition
+    return [
+        node.submit(units[number % len(units)], [prompt], tokens, adapter=adapter)[0]
+        for number, prompt in enumerate(prompts)
+        for adapter in adapters
+    ]
+
+
+def stock_tokens_of_each(
+    model: Path,
+    adapters: Adapters,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    vllm_args: Mapping[str, Any],
+    **environment: str,
+) -> list[list[int]]:
+    """Return what stock vLLM generates greedily for what ``submitted`` sends."""
+    each = [(prompt, adapter) for prompt in prompts for adapter in adapters]
+    found = stock_tokens(
+        model,
+        [prompt for prompt, _ in each],
+        tokens,
+        vllm_args=vllm_args,
+        adapters=[adapter for _, adapter in each],
+        **environment,
+    )
+    assert len({tuple(tokens) for tokens in found}) == len(found), "adapters change every request"
+    return found

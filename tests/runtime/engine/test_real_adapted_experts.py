@@ -13,7 +13,7 @@ from tests.depth import skip_unless_deep
 from tests.random_adapter import Shapes, attention_shapes, merge_adapter, mlp_shapes, write_adapter
 from tests.random_checkpoint import Architecture, CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
-from tests.runtime.engine.adapters import Adapters, named, write_adapters
+from tests.runtime.engine.adapters import Adapters, named, submitted, write_adapters
 from tests.runtime.engine.prompts import random_prompts
 from tests.runtime.engine.real_node import RealNode, stock_tokens
 from tests.runtime.engine.scripted_shift import Script
@@ -88,27 +88,17 @@ def expected(
     return found
 
 
-def submitted(node: RealNode, adapters: Adapters, tokens: int = TOKENS) -> list[str]:
-    """Send each prompt with every adapter, dealt out to the units; return the requests' ids."""
-    units = node.partition
-    return [
-        node.submit(units[number % len(units)], [prompt], tokens, adapter=adapter)[0]
-        for number, prompt in enumerate(PROMPTS)
-        for adapter in adapters
-    ]
-
-
 def test_tokens_are_stocks_in_every_layout_and_mode(
     node: RealNode, adapters: Adapters, expected: list[list[int]]
 ) -> None:
     for partition in (singles(2), (PAIR,)):
         node.switch(*partition)
-        assert node.wait(submitted(node, adapters)) == expected
+        assert node.wait(submitted(node, adapters, PROMPTS, TOKENS)) == expected
     node.switch()
     node.probe_all(probes.take_modes)
     node.script(Script.RANDOM)
     with node.bound(PAIR):
-        assert node.wait(submitted(node, adapters)) == expected
+        assert node.wait(submitted(node, adapters, PROMPTS, TOKENS)) == expected
     node.script(Script.TP)
     assert all(min(ran[mode] for mode in Mode) > 0 for ran in node.probe_all(probes.take_modes))
     assert node.audit() == []
@@ -117,7 +107,7 @@ def test_tokens_are_stocks_in_every_layout_and_mode(
 def carried(node: RealNode, adapters: Adapters) -> list[list[int]]:
     """Carry requests from single engines to their group and back; return what they generate."""
     node.switch()
-    requests = submitted(node, adapters, 40)
+    requests = submitted(node, adapters, PROMPTS, 40)
     for partition in ((PAIR,), singles(2)):
         node.wait_for_tokens(requests, len(node.tokens[requests[-1]]) + 3)
         view = node.switch(*partition, treatment=m.Treatment.CARRY)
@@ -127,7 +117,7 @@ def carried(node: RealNode, adapters: Adapters) -> list[list[int]]:
 
 def test_carried_requests_keep_their_adapters(node: RealNode, adapters: Adapters) -> None:
     node.switch()
-    expected = node.wait(submitted(node, adapters, 40))
+    expected = node.wait(submitted(node, adapters, PROMPTS, 40))
     assert carried(node, adapters) == expected
     node.probe_all(probes.forget_adapters, True)
     found = carried(node, adapters)

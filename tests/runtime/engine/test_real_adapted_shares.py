@@ -17,9 +17,15 @@ from tests.depth import among
 from tests.random_adapter import write_adapter
 from tests.random_checkpoint import CheckpointSpec, write_checkpoint
 from tests.runtime.engine import probes
-from tests.runtime.engine.adapters import Adapters, named, write_adapters
+from tests.runtime.engine.adapters import (
+    Adapters,
+    named,
+    stock_tokens_of_each,
+    submitted,
+    write_adapters,
+)
 from tests.runtime.engine.prompts import random_prompts
-from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.real_node import RealNode
 from tests.runtime.engine.scripted_shift import Script
 from tests.variety import is_varied
 
@@ -48,22 +54,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Adapters:
 @pytest.fixture(scope="module")
 def expected(model: Path, adapters: Adapters) -> list[list[int]]:
     """Stock's tokens for what ``submitted`` sends."""
-    prompts = [prompt for prompt in PROMPTS for _ in adapters]
-    each = [adapter for _ in PROMPTS for adapter in adapters]
-    found = stock_tokens(model, prompts, TOKENS, vllm_args=LORA, adapters=each)
+    found = stock_tokens_of_each(model, adapters, PROMPTS, TOKENS, LORA)
     assert is_varied(found)
-    assert len({tuple(tokens) for tokens in found}) == len(found), "adapters change every request"
     return found
-
-
-def submitted(node: RealNode, adapters: Adapters, tokens: int = TOKENS) -> list[str]:
-    """Send each prompt with every adapter, dealt out to the units; return the requests' ids."""
-    units = node.partition
-    return [
-        node.submit(units[number % len(units)], [prompt], tokens, adapter=adapter)[0]
-        for number, prompt in enumerate(PROMPTS)
-        for adapter in adapters
-    ]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "{1} of {0}".format(*case))
@@ -83,11 +76,13 @@ def test_tokens_are_stocks_in_every_layout_and_mode(
 ) -> None:
     for layout in node.config.layouts:
         node.switch(*units_of(node, layout))
-        assert node.wait(submitted(node, adapters)) == expected, layout.name
+        assert node.wait(submitted(node, adapters, PROMPTS, TOKENS)) == expected, layout.name
         node.probe_all(probes.take_modes)
         if layout != DP:
             node.script(Script.RANDOM)
-            assert node.wait(submitted(node, adapters)) == expected, f"{layout.name} by sequence"
+            assert node.wait(submitted(node, adapters, PROMPTS, TOKENS)) == expected, (
+                f"{layout.name} by sequence"
+            )
             node.script(Script.TP)
             assert all(ran[Mode.SP] > 0 for ran in node.probe_all(probes.take_modes))
     assert node.audit() == []
@@ -97,7 +92,7 @@ def test_carried_requests_keep_their_adapters_while_memory_moves(
     node: RealNode, adapters: Adapters, expected: list[list[int]]
 ) -> None:
     node.switch()
-    requests = submitted(node, adapters, 3 * TOKENS)
+    requests = submitted(node, adapters, PROMPTS, 3 * TOKENS)
     widest = units_of(node, node.config.layouts[-1])
     for share, partition in ((1, widest), (node.config.share_weights, singles(1)), (1, widest)):
         node.wait_for_tokens(requests, len(node.tokens[requests[-1]]) + 2)

@@ -16,9 +16,15 @@ from tests.depth import skip_unless_deep
 from tests.looping_checkpoint import write_looping
 from tests.random_adapter import write_adapter
 from tests.runtime.engine import probes, v2_program
-from tests.runtime.engine.adapters import Adapters, named, write_adapters
+from tests.runtime.engine.adapters import (
+    Adapters,
+    named,
+    stock_tokens_of_each,
+    submitted,
+    write_adapters,
+)
 from tests.runtime.engine.prompts import MODELS, random_prompts
-from tests.runtime.engine.real_node import RealNode, stock_tokens
+from tests.runtime.engine.real_node import RealNode
 from tests.runtime.engine.scripted_shift import Script
 from tests.units import tp
 
@@ -57,11 +63,7 @@ def node(model: Path, adapters: Adapters) -> Iterator[RealNode]:
 @pytest.fixture(scope="module")
 def expected(model: Path, adapters: Adapters) -> list[list[int]]:
     """Stock's tokens for what ``submitted`` sends, without speculation."""
-    prompts = [prompt for prompt in PROMPTS for _ in adapters]
-    each = [adapter for _ in PROMPTS for adapter in adapters]
-    found = stock_tokens(model, prompts, TOKENS, vllm_args=LORA, adapters=each)
-    assert len({tuple(tokens) for tokens in found}) == len(found), "adapters change every request"
-    return found
+    return stock_tokens_of_each(model, adapters, PROMPTS, TOKENS, LORA)
 
 
 @pytest.fixture
@@ -72,23 +74,13 @@ def judged(node: RealNode) -> Iterator[None]:
     assert min(node.drafts["accepted"], node.drafts["rejected"]) > 0
 
 
-def submitted(node: RealNode, adapters: Adapters) -> list[str]:
-    """Send each prompt with every adapter, dealt out to the units; return the requests' ids."""
-    units = node.partition
-    return [
-        node.submit(units[number % len(units)], [prompt], TOKENS, adapter=adapter)[0]
-        for number, prompt in enumerate(PROMPTS)
-        for adapter in adapters
-    ]
-
-
 @pytest.mark.usefixtures("judged")
 @pytest.mark.parametrize("partition", [singles(2), (PAIR,)], ids=["dp", "tp2"])
 def test_layouts_generate_the_tokens_without_speculation(
     node: RealNode, adapters: Adapters, expected: list[list[int]], partition: Partition
 ) -> None:
     node.switch(*partition)
-    assert node.wait(submitted(node, adapters)) == expected
+    assert node.wait(submitted(node, adapters, PROMPTS, TOKENS)) == expected
     assert node.audit() == []
 
 
@@ -100,7 +92,7 @@ def test_steps_by_sequence_check_drafts_with_the_adapters(
     node.probe_all(probes.take_modes)
     node.script(Script.RANDOM)
     with node.bound(PAIR):
-        assert node.wait(submitted(node, adapters)) == expected
+        assert node.wait(submitted(node, adapters, PROMPTS, TOKENS)) == expected
     node.script(Script.TP)
     assert all(min(ran[mode] for mode in Mode) > 0 for ran in node.probe_all(probes.take_modes))
 
@@ -110,7 +102,7 @@ def test_carried_requests_keep_their_adapters(
     node: RealNode, adapters: Adapters, expected: list[list[int]]
 ) -> None:
     node.switch()
-    requests = submitted(node, adapters)
+    requests = submitted(node, adapters, PROMPTS, TOKENS)
     for partition in ((PAIR,), singles(2)):
         node.wait_for_tokens(requests, len(node.tokens[requests[-1]]) + 3)
         view = node.switch(*partition, treatment=m.Treatment.CARRY)

@@ -10,14 +10,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shoal.policies.values.partition import Partition, singles
+from shoal.policies.values.partition import singles
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol.messages import Mode
 from tests.draft_checkpoint import write_draft
 from tests.looping_checkpoint import write_looping
 from tests.runtime.engine import real_node, v2_program
 from tests.runtime.engine import v2_speculation_main as n_gram_main
-from tests.runtime.engine.adapters import Adapters, named, write_adapters
+from tests.runtime.engine.adapters import (
+    Adapters,
+    named,
+    stock_tokens_of_each,
+    submitted,
+    write_adapters,
+)
 from tests.runtime.engine.modes import scripted
 from tests.runtime.engine.prompts import MODELS, make_model
 from tests.runtime.engine.scripted_shift import Script
@@ -28,35 +34,19 @@ PROMPTS = n_gram_main.PROMPTS[:3]
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8, "max_num_seqs": 12}
 
 
-def stock(model: Path, adapters: Adapters) -> list[list[int]]:
-    """Return what stock generates without speculation for each prompt with every adapter."""
-    prompts = [prompt for prompt in PROMPTS for _ in adapters]
-    each = [adapter for _ in PROMPTS for adapter in adapters]
-    return real_node.stock_tokens(model, prompts, TOKENS, vllm_args=LORA, adapters=each, **V2)
-
-
-def submitted(node: real_node.RealNode, partition: Partition, adapters: Adapters) -> list[str]:
-    """Send each prompt with every adapter, dealt out to the units; return the requests' ids."""
-    return [
-        node.submit(partition[number % len(partition)], [prompt], TOKENS, adapter=adapter)[0]
-        for number, prompt in enumerate(PROMPTS)
-        for adapter in adapters
-    ]
-
-
 def through_layouts(node: real_node.RealNode, adapters: Adapters) -> tuple[Phases, dict[str, Any]]:
     """Generate in each layout and through carries; return what was carried and ran, too."""
     phases, counts = Phases(node), dict[str, Any]()
     for name, partition in (("dp", singles(2)), ("tp2", (PAIR,))):
         node.switch(*partition)
-        phases.add(name, lambda at=partition: node.wait(submitted(node, at, adapters)))
+        phases.add(name, lambda: node.wait(submitted(node, adapters, PROMPTS, TOKENS)))
     node.switch()
     with scripted(node, PAIR, Script.SP) as ran, node.bound(PAIR):
-        phases.add("sp2", lambda: node.wait(submitted(node, (PAIR,), adapters)))
+        phases.add("sp2", lambda: node.wait(submitted(node, adapters, PROMPTS, TOKENS)))
     counts["modes of sp2"] = sorted(mode for mode, steps in ran.items() if steps)
 
     def carried() -> list[list[int]]:
-        requests = submitted(node, singles(2), adapters)
+        requests = submitted(node, adapters, PROMPTS, TOKENS)
         node.wait_for_tokens(requests, 5)
         views = []
         for partition, tokens in (((PAIR,), 9), (singles(2), 13), ((PAIR,), 17)):
@@ -77,7 +67,7 @@ def main(directory: Path) -> dict[str, Any]:
     model = write_looping(make_model("llama", directory), directory / "looping")
     draft = write_draft(model, directory / "draft", MODELS["llama"], "eagle3")
     adapters = write_adapters(directory / "adapters", MODELS["llama"])
-    expected = stock(model, adapters)
+    expected = stock_tokens_of_each(model, adapters, PROMPTS, TOKENS, LORA, **V2)
     with real_node.RealNode(
         model,
         2,
