@@ -42,8 +42,8 @@ class SwitchCosts:
         """Return the seconds for which a switch stops the requests that it moves.
 
         Of the longest of n units' steps n / (n + 1) is left in the mean. A step that was scheduled
-        ahead follows (``Snapshot.schedules_ahead``). Then the new units read the KV from the old
-        ones.
+        ahead follows (``Snapshot.schedules_ahead``). Then the new units read from the old ones what
+        was not copied ahead (``Snapshot.copies_ahead``).
         """
         moved = [unit for unit in self.snapshot.units if unit.unit not in candidate]
         busy = [unit for unit in moved if unit.requests]
@@ -51,7 +51,7 @@ class SwitchCosts:
             return SWITCH_SECONDS
         steps = len(busy) / (len(busy) + 1) + self.snapshot.schedules_ahead
         longest = max(map(self._step_seconds, busy))
-        return SWITCH_SECONDS + steps * longest + self._copy_seconds(candidate, moved)
+        return SWITCH_SECONDS + steps * longest + self._copy_seconds(candidate, moved, longest)
 
     def loss(self, candidate: Partition, lately: float) -> float:
         """Return what a switch costs, in seconds of requests.
@@ -135,20 +135,48 @@ class SwitchCosts:
         """Return the seconds of a unit's next step, with requests of the usual length."""
         context = round(usual_prompt(self.snapshot) + self._output_tokens / 2)
         layout, running = unit.unit.layout, max(1, unit.running)
-        prompts = min(self.snapshot.chunk(layout), unit.prefill_tokens)
+        prompts = min(self.snapshot.chunk(layout), unit.prefill_tokens + unit.begun.tokens)
         before = round(usual_prompt(self.snapshot) / 2) if prompts else 0
         batch = Batch(running, running * context, prompts, before)
         return self._model.step_seconds(layout, batch, self.snapshot.mode(layout, batch))
 
-    def _copy_seconds(self, candidate: Partition, moved: Sequence[UnitState]) -> float:
-        """Return the seconds of the copies: units read at once, each from one other at a time."""
+    def _copy_seconds(self, candidate: Partition, moved: Sequence[UnitState], step: float) -> float:
+        """Return the seconds of the copies: units read at once, each from one other at a time.
+
+        Args:
+            candidate: to which the node changes.
+            moved: the units that it lacks.
+            step: seconds of the longest step of one of them.
+        """
         engines = {engine for unit in moved for engine in unit.unit.engines}
         readers = [unit for unit in candidate if engines.intersection(unit.engines)]
         widest = max(unit.unit.size for unit in moved)
-        links = sum(min(unit.size, widest) for unit in readers)
+        links = max(1, sum(min(unit.size, widest) for unit in readers))
         computed = sum(unit.context_tokens - unit.prefill_tokens for unit in moved)
         tokens = computed + sum(unit.running for unit in moved) * self._output_tokens / 2
-        return self._model.carry_seconds(tokens, max(1, links))
+        seconds = self._model.carry_seconds(tokens, links)
+        if not self.snapshot.copies_ahead:
+            return seconds
+        steps = 1 + seconds / step
+        last = sum(self._last_tokens(unit, steps) for unit in moved)
+        return min(seconds, self._model.carry_seconds(last, links))
+
+    def _last_tokens(self, unit: UnitState, steps: float) -> float:
+        """Return the tokens of a unit's requests that are not copied while the unit computes.
+
+        They are those of the last steps and of blocks that are not full, and those for which there
+        is no room in two places.
+
+        Args:
+            unit: the unit.
+            steps: of the unit while most is copied, and until it stops.
+        """
+        prompts = min(
+            unit.prefill_tokens + unit.begun.tokens, steps * self.snapshot.chunk(unit.unit.layout)
+        )
+        free = free_of_kv(unit)
+        without_room = max(0, unit.total_blocks - 2 * free) * unit.block_tokens
+        return prompts + unit.running * (unit.block_tokens / 2 + steps) + without_room
 
 
 def of_ended(unit: UnitState) -> int:

@@ -333,6 +333,8 @@ class Snapshot:
     """Whether long prompts let shorter ones pass (``Dispatch.patience``)."""
     schedules_ahead: bool = False
     """Whether a unit's next step is scheduled while one is computed. Both end before a switch."""
+    copies_ahead: bool = False
+    """Whether a switch copies most KV while the requests still run, before it stops them."""
     sp_above: tuple[tuple[Layout, int], ...] = ()
     """Layouts that run steps in SP, ascending, each with the tokens above which a step does."""
     urgent_engines: int = 0

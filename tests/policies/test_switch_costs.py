@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.policies.switch_costs import SwitchCosts
-from shoal.policies.values.batch import Batch
+from shoal.policies.values.batch import Batch, PromptWork
 from shoal.policies.values.layouts import Layout, alone
 from shoal.policies.values.partition import Partition
 from tests.policies.nodes import DP, PAIRS, TP, node
@@ -38,6 +38,44 @@ def test_a_prompt_in_flight_is_waited_for() -> None:
     assert (
         SwitchCosts(busy, MODEL).stop_seconds(TP) > SwitchCosts(seen, MODEL).stop_seconds(TP) + 0.2
     )
+
+
+def test_a_prompt_of_which_a_part_is_computed_is_waited_for() -> None:
+    seen = node(DP, {0: 4})
+    units = (replace(seen.units[0], begun=PromptWork.of(8000, 8000)), *seen.units[1:])
+    begun = SwitchCosts(replace(seen, units=units), MODEL)
+    assert begun.stop_seconds(TP) > SwitchCosts(seen, MODEL).stop_seconds(TP) + 0.2
+
+
+def stop_ahead(**units: Any) -> float:
+    """Return the stop of a switch that copies ahead, where each unit has 1,000 blocks."""
+    seen = replace(node(DP, {0: 4}), copies_ahead=True)
+    room = {"total_blocks": 1000, "free_blocks": 900, "block_tokens": 16, "running": 4} | units
+    of_units = tuple(replace(unit, **room) for unit in seen.units)
+    return SwitchCosts(replace(seen, units=of_units), MODEL).stop_seconds(PAIRS)
+
+
+def test_what_is_copied_ahead_stops_nobody() -> None:
+    """Only the tokens of the last steps are left, and of blocks that are not full."""
+    short, long = (stop_ahead(context_tokens=tokens) for tokens in (40_000, 160_000))
+    assert 0 < long - short < 0.1 * MODEL.carry_seconds(8 * 120_000, 4)
+    # What requests make while most is copied is read while they stop.
+    few, many = (stop_ahead(context_tokens=160_000, running=count) for count in (4, 64))
+    assert many - few > MODEL.carry_seconds(8 * 60 * 8, 4)
+
+
+def test_what_has_no_room_in_two_places_cannot_go_ahead() -> None:
+    room, half = (stop_ahead(context_tokens=12_000, free_blocks=free) for free in (900, 500))
+    assert half == room
+    tight = stop_ahead(context_tokens=12_000, free_blocks=250)
+    assert tight - half == pytest.approx(MODEL.carry_seconds(8 * 500 * 16, 4))
+
+
+def test_prompts_that_are_computed_meanwhile_cannot_go_ahead_whole() -> None:
+    work = {"context_tokens": 200_000, "begun": PromptWork.of(9000, 9000)}
+    one, more = (stop_ahead(**work | {"prefill_tokens": tokens}) for tokens in (0, 10**5))
+    copied = MODEL.carry_seconds(8 * 10**5, 4)
+    assert 0 < more - one < copied, "it is read as far as it is computed"
 
 
 def test_a_switch_waits_for_a_step_that_was_scheduled_ahead() -> None:

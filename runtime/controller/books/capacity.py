@@ -121,6 +121,7 @@ class Capacity:
             targets=self._config.targets,
             short_first=self._config.short_first,
             schedules_ahead=self._config.schedules_ahead,
+            copies_ahead=self._config.copies_ahead,
             urgent_engines=self._config.urgent_engines,
             sp_above=sp_above,
             moves=self._moves,

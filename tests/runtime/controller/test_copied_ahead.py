@@ -188,6 +188,12 @@ def test_without_a_prefix_cache_no_switch_copies_ahead() -> None:
     assert [node.value("shoal_precopies_total", outcome=each) for each in outcomes] == [0, 0, 0]
 
 
+def test_policies_know_whether_switches_copy_ahead() -> None:
+    for caches in (True, False):
+        node = under_way(ALONE, msgspec.structs.replace(SETTINGS, prefix_caching=caches))
+        assert node.controller.snapshot().copies_ahead is caches
+
+
 def test_requests_get_tokens_while_their_kv_is_copied() -> None:
     slow = msgspec.structs.replace(SETTINGS, copy_seconds=20 * STEP)
     node = under_way(ALONE, slow)
