@@ -211,7 +211,8 @@ def _by_hindsight(
     books, best = _balanced(snapshot, costs, memory), None
     near = [c for c in books.near(snapshot) if widest_size(c) >= needed]
     if near:
-        gains = _look(near, memory, costs, memory.surges.lasting(snapshot.now))
+        sure = {c for c in near if books.accounts[c].unpaid <= 0.0}
+        gains = _look(near, memory, costs, memory.surges.lasting(snapshot.now), sure)
         best, books = books.after(gains, snapshot.now)
     if best is None:
         return Plan(memory=books.memory, verdicts=books.verdicts)
@@ -363,16 +364,25 @@ def _with_losers_restarted(
 
 
 def _look(
-    candidates: Iterable[Partition], memory: Memory, costs: SwitchCosts, lasting: Lasting = ()
+    candidates: Iterable[Partition],
+    memory: Memory,
+    costs: SwitchCosts,
+    lasting: Lasting = (),
+    sure: Collection[Partition] = (),
 ) -> dict[Partition, float]:
     """Return the seconds of requests that a switch to each of some candidates will save.
 
-    With targets no look is far. Of the loads with targets far looks changed only one, and made it
-    worse (docs/benchmarks/policies.md).
+    Those that are ``sure`` have saved all that they must. With targets no look is far. Of the loads
+    with targets far looks changed only one, and made it worse (docs/benchmarks/policies.md).
     """
-    caches, far = costs.empty_caches(), not costs.snapshot.targets
-    foresight = Foresight(_hindsight_of(memory), lasting, caches, far=far)
-    return {one: foresight.gain(one, costs.stop_seconds(one)) for one in candidates}
+    hindsight, far = _hindsight_of(memory), not costs.snapshot.targets
+    foresight = Foresight(hindsight, lasting, costs.empty_caches(), far=far)
+
+    def gain(candidate: Partition) -> float:
+        seen = hindsight.age(candidate) if far and candidate in sure else 0.0
+        return foresight.gain(candidate, costs.stop_seconds(candidate), seen)
+
+    return {candidate: gain(candidate) for candidate in candidates}
 
 
 def _hindsight_of(memory: Memory) -> Hindsight:

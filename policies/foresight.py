@@ -6,9 +6,11 @@ the last seconds come again to a shadow that stays in the present layout, and to
 (``shadow.py``): once backwards, as if what is happening went on, and once as they came.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import ceil, exp, inf
+from math import ceil, exp, inf, sqrt
+from statistics import median
 from typing import NamedTuple
 
 from shoal.policies.hindsight import LATEST_SECONDS, Hindsight, clump_size
@@ -22,6 +24,9 @@ HORIZONS = (1.25, 2.5)
 be judged later."""
 SURGE_HORIZONS = (*HORIZONS, 5.0, LATEST_SECONDS)
 """The same in a surge, of which ``surges.py`` says how long it may last."""
+RISE_DEVIATIONS = 3.0
+"""By how many standard deviations more must have come in the later half of the latest seconds than
+in the earlier one, so that the load is taken to rise."""
 CLUMP_SECONDS = 0.25
 """Requests within such a time are a clump, as far as they are more than come evenly."""
 
@@ -95,9 +100,10 @@ class Foresight:
         self._lasting = lasting
         self._caches = EmptyCaches(0.0) if caches is None else caches
         self._horizons = SURGE_HORIZONS if lasting else _horizons(hindsight, far=far)
-        self._staying: dict[Future, tuple[Outcome, ...]] = {}
+        self._futures = FUTURES[:1] if rises(hindsight) else FUTURES
+        self._staying: dict[tuple[Future, float], tuple[Outcome, ...]] = {}
 
-    def gain(self, to: Partition, stop: float) -> float:
+    def gain(self, to: Partition, stop: float, seen: float = 0.0) -> float:
         """Return the seconds of requests that a switch now will save.
 
         It must pay in both futures, and the worse one counts. In a surge, the mean over the times
@@ -107,21 +113,23 @@ class Foresight:
         Args:
             to: the partition to which the node would switch.
             stop: seconds for which the switch stops requests.
+            seen: for how many seconds this partition has been better. What has gone on for some
+                time is taken to go on for as long again, so one more look is that long.
         """
-        caches = replace(self._caches)
+        caches, horizons = replace(self._caches), self._horizons_after(seen)
         switched, so_far = self._switched(to, stop, caches)
 
         def gain_in(future: Future) -> float:
-            stays = self._stays(future)
-            goes = self._outcomes(switched.copy(), future, replace(caches))
+            stays = self._stays(future, horizons)
+            goes = self._outcomes(switched.copy(), future, replace(caches), horizons)
             return max(
                 stay.cost - so_far - go.cost - (stop * go.requests if at < LATEST_SECONDS else 0.0)
-                for at, stay, go in zip(self._horizons, stays, goes, strict=True)
+                for at, stay, go in zip(horizons, stays, goes, strict=True)
             )
 
         if self._lasting:
             return sum(share * gain_in(Future(stretch)) for share, stretch in self._lasting)
-        return min(map(gain_in, FUTURES))
+        return min(map(gain_in, self._futures))
 
     def _switched(self, to: Partition, stop: float, caches: EmptyCaches) -> tuple[Shadow, float]:
         """Return the shadow after a switch, and what requests have cost when it begins, in seconds.
@@ -143,25 +151,36 @@ class Foresight:
         switched = shadow_of(hindsight.units(to), moved, begin, hindsight.terms)
         return switched, until.cost_so_far(begin)
 
-    def _stays(self, future: Future) -> tuple[Outcome, ...]:
-        """Return what becomes of the present layout, at each horizon."""
-        if future not in self._staying:
-            outcomes = self._outcomes(self._hindsight.current.copy(), future, EmptyCaches(0.0))
-            self._staying[future] = tuple(outcomes)
-        return self._staying[future]
+    def _horizons_after(self, seen: float) -> tuple[float, ...]:
+        """Return the seconds to look ahead for a candidate (``gain``)."""
+        last = min(seen, self._hindsight.span)
+        longer = not self._lasting and last > self._horizons[-1]
+        return (*self._horizons, last) if longer else self._horizons
 
-    def _outcomes(self, shadow: Shadow, future: Future, caches: EmptyCaches) -> Iterator[Outcome]:
+    def _stays(self, future: Future, horizons: tuple[float, ...]) -> tuple[Outcome, ...]:
+        """Return what becomes of the present layout, at each horizon."""
+        key = future, horizons[-1]
+        if key not in self._staying:
+            current = self._hindsight.current.copy()
+            outcomes = self._outcomes(current, future, EmptyCaches(0.0), horizons)
+            self._staying[key] = tuple(outcomes)
+        return self._staying[key]
+
+    def _outcomes(
+        self, shadow: Shadow, future: Future, caches: EmptyCaches, horizons: tuple[float, ...]
+    ) -> Iterator[Outcome]:
         """Yield what becomes of a shadow, at each horizon.
 
         Args:
             shadow: it is changed.
             future: what comes to it.
             caches: what requests find in it.
+            horizons: after how many seconds.
         """
         hindsight = self._hindsight
         coming = future.arrivals(hindsight)
         at, job = next(coming, (inf, None))
-        for horizon in self._horizons:
+        for horizon in horizons:
             while job is not None and at < hindsight.at + horizon:
                 shadow.advance(at, hindsight.terms)
                 comes = Job(at, job.new, job.prompt, job.output, kind=job.kind)
@@ -182,6 +201,29 @@ def _horizons(hindsight: Hindsight, *, far: bool) -> tuple[float, ...]:
     needed = hindsight.rest / max(1, hindsight.current.requests)
     third = min(hindsight.span, needed)
     return (*HORIZONS, third) if third > HORIZONS[-1] else HORIZONS
+
+
+def rises(hindsight: Hindsight) -> bool:
+    """Return whether the load has clearly grown within the latest seconds, and not in one burst.
+
+    It is then not taken to be again as it was at their beginning. No second counts as more than
+    twice the median one.
+    """
+    if hindsight.span < LATEST_SECONDS:
+        return False
+    since = hindsight.at - hindsight.span
+    times = [job.start - since for job in hindsight.latest]
+    each = Counter(min(int(at), int(LATEST_SECONDS) - 1) for at in times)
+    counts = [each[second] for second in range(int(LATEST_SECONDS))]
+    most = 2 * median(counts)
+    usual = [min(count, most) for count in counts]
+    half = len(usual) // 2
+    more = sum(usual[half:]) - sum(usual[:half])
+    if more <= 0.0:
+        return False
+    evenly = len(times) * CLUMP_SECONDS / LATEST_SECONDS
+    variance = sum(usual) * clump_size(times, CLUMP_SECONDS, evenly)
+    return more > RISE_DEVIATIONS * sqrt(variance)
 
 
 def period(hindsight: Hindsight) -> float:

@@ -88,16 +88,18 @@ class Trial:
     current partition: what only these would save is no saving."""
     credit: float = 0.0
     """Seconds that it counts as having saved beside that."""
+    began: float = 0.0
+    """Since when its savings count, seconds."""
     beginning: Beginning | None = None
     """From what ``baseline`` follows, while some lengths in it are guesses. A wrong guess of how
     long these requests will be would otherwise be taken for a saving, or for a loss, when they end.
     """
 
     @classmethod
-    def begun(cls, shadow: Shadow, current: Shadow, terms: TermsOf) -> "Trial":
+    def begun(cls, shadow: Shadow, current: Shadow, terms: TermsOf, now: float) -> "Trial":
         """Return the trial of a shadow that has saved nothing so far beside the current one."""
         beginning = Beginning(shadow, current, frozenset(shadow.keys + current.keys))
-        return cls(shadow, beginning.extra_cost(terms), beginning=beginning)
+        return cls(shadow, beginning.extra_cost(terms), began=now, beginning=beginning)
 
     def told(self, lengths: Iterable[Length], terms: TermsOf) -> "Trial":
         """Return the trial after what has become known of requests."""
@@ -186,6 +188,10 @@ class Hindsight:
             for partition, trial in self.trials
         }
 
+    def age(self, partition: Partition) -> float:
+        """Return for how many seconds the savings of a candidate have counted."""
+        return self.at - dict(self.trials)[partition].began
+
     def followed(self, snapshot: Snapshot, news: News) -> "Hindsight":
         """Return the shadows as they are now, after what has become of requests."""
         shadows = [self.current.copy(), *(trial.shadow.copy() for _, trial in self.trials)]
@@ -260,7 +266,7 @@ class Hindsight:
 
         def restart(partition: Partition) -> Trial:
             shadow = shadow_of(self.units(partition), requests, self.at, self.terms)
-            return Trial.begun(shadow, self.current, self.terms)
+            return Trial.begun(shadow, self.current, self.terms, self.at)
 
         trials = tuple((p, restart(p) if p in partitions else t) for p, t in self.trials)
         return replace(self, trials=trials)
@@ -286,7 +292,10 @@ class Hindsight:
 
     def levelled(self) -> "Hindsight":
         """Return the shadows when nobody has saved anything beside the current partition."""
-        trials = tuple((p, Trial.begun(t.shadow, self.current, self.terms)) for p, t in self.trials)
+        trials = tuple(
+            (partition, Trial.begun(trial.shadow, self.current, self.terms, self.at))
+            for partition, trial in self.trials
+        )
         return replace(self, trials=trials)
 
 

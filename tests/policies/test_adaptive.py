@@ -143,6 +143,24 @@ def test_a_switch_to_wider_units_must_be_foreseen_to_pay_twice(
     assert len(looked) == looks
 
 
+@pytest.mark.parametrize(("targets", "is_far"), [((), True), ((LOOSE,), False)])
+def test_what_has_paid_for_long_is_looked_at_for_as_long(
+    targets: tuple[Target, ...], is_far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But nothing that still has to pay, and nothing on a node with targets."""
+    looked = []
+
+    def foreseen(_: object, __: Partition, ___: float, seen: float) -> float:
+        looked.append(seen)
+        return -1e9
+
+    monkeypatch.setattr(Foresight, "gain", foreseen)
+    monkeypatch.setattr(adaptive_memory, "candidates_of", lambda *_: iter([TP, DP]))
+    assert wanted(replace(CROWD, targets=targets), 20.0) == TP
+    assert looked[0] == 0.0
+    assert (max(looked) > 5.0) is is_far
+
+
 STUDIED = replace(CROWD, can_study=True)
 
 

@@ -16,6 +16,7 @@ from shoal.policies.foresight import (
     mirrored,
     period,
     repeated,
+    rises,
 )
 from shoal.policies.hindsight import LATEST_SECONDS, Hindsight
 from shoal.policies.jobs import Decode, Job
@@ -147,6 +148,54 @@ def test_it_looks_as_far_as_long_requests_take() -> None:
     assert short[0] == short[1] < 0
     watched = filling(1000, began=NOW - 3)
     assert Foresight(watched, far=True).gain(SINGLES, 0.02) < 0, "who knows how long they come?"
+
+
+def test_what_has_been_better_for_long_is_taken_to_be_so_for_as_long_again() -> None:
+    """A short look has the present requests alone soon, for whom the group is better."""
+
+    def worth(here: Hindsight, seen: float, lasting: Lasting = ()) -> float:
+        return Foresight(here, lasting).gain(SINGLES, 0.02, seen)
+
+    near, far = (worth(filling(1000), seen) for seen in (2.0, 9.0))
+    assert near == worth(filling(1000), 0.0) < 0 < far
+    assert worth(filling(1000, began=NOW - 3), 9.0) < 0, "who knows how long they come?"
+    surge = ((1.0, 1.0),)
+    assert worth(filling(1000), 9.0, surge) == worth(filling(1000), 0.0, surge)
+
+
+def test_each_candidate_is_looked_at_for_its_own_time() -> None:
+    """What staying costs is found out for each of these times."""
+    both = Foresight(filling(1000))
+    alone_each = [Foresight(filling(1000)).gain(SINGLES, 0.02, seen) for seen in (9.0, 0.0, 6.0)]
+    assert [both.gain(SINGLES, 0.02, seen) for seen in (9.0, 0.0, 6.0)] == alone_each
+    assert len(set(alone_each)) == 3
+
+
+HILL = [at for second in range(10) for at in rate(2 + 2 * second, 1, NOW - 9 + second)]
+"""Ten seconds, in each of which two more come than in the one before."""
+
+
+def test_a_load_that_has_grown_is_not_taken_to_be_small_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hill = seen(*HILL)
+    goes_on = gain(hill, 0.02)
+    monkeypatch.setattr(foresight, "rises", lambda _: False)
+    assert gain(hill, 0.02) < goes_on
+
+
+def test_growth_is_no_burst_no_clump_and_no_chance() -> None:
+    assert rises(seen(*HILL))
+    assert not rises(seen(*HILL, began=NOW - 9)), "it was watched from its first requests on"
+    assert not rises(seen(*rate(11, 10)))
+    assert not rises(seen(*(2 * NOW - 10 - at for at in reversed(HILL)))), "it falls"
+    assert not rises(seen(*rate(6, 9, NOW - 1), *rate(60, 1))), "a burst"
+    slightly = [*rate(9, 5, NOW - 5), *rate(12, 5)]
+    assert not rises(seen(*slightly)), "so many more come by chance"
+    clumps = sorted(NOW - 9.5 + second for second in range(10) for _ in range(2 + 2 * second))
+    assert len(clumps) == len(HILL)
+    assert not rises(seen(*clumps)), "a few clumps are larger than others by chance"
+    assert not rises(seen())
 
 
 def test_a_clump_is_not_a_burst_for_ever() -> None:

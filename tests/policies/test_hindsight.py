@@ -48,6 +48,7 @@ def test_a_wrong_guess_of_lengths_is_no_saving() -> None:
     known = trial.followed(node, told)
     assert abs(known.savings()[SINGLES]) < 0.2
     assert dict(known.trials)[SINGLES].beginning is None, "nothing in it is a guess any more"
+    assert (trial.age(SINGLES), known.age(SINGLES)) == (0.0, pytest.approx(0.05))
     never = replace(
         trial, trials=((SINGLES, replace(dict(trial.trials)[SINGLES], beginning=None)),)
     )
