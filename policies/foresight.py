@@ -24,6 +24,9 @@ HORIZONS = (1.25, 2.5)
 be judged later."""
 SURGE_HORIZONS = (*HORIZONS, 5.0, LATEST_SECONDS)
 """The same in a surge, of which ``surges.py`` says how long it may last."""
+TURNS = 5.0
+"""A look for what has gone on for some time is no longer than so many times as long as the present
+requests still need in the mean. Those that come after that are others, of which little is known."""
 RISE_DEVIATIONS = 3.0
 """By how many standard deviations more must have come in the later half of the latest seconds than
 in the earlier one, so that the load is taken to rise."""
@@ -153,7 +156,8 @@ class Foresight:
 
     def _horizons_after(self, seen: float) -> tuple[float, ...]:
         """Return the seconds to look ahead for a candidate (``gain``)."""
-        last = min(seen, self._hindsight.span)
+        hindsight = self._hindsight
+        last = min(seen, hindsight.span, TURNS * needed_seconds(hindsight))
         longer = not self._lasting and last > self._horizons[-1]
         return (*self._horizons, last) if longer else self._horizons
 
@@ -198,9 +202,13 @@ def _horizons(hindsight: Hindsight, *, far: bool) -> tuple[float, ...]:
     """
     if not far:
         return HORIZONS
-    needed = hindsight.rest / max(1, hindsight.current.requests)
-    third = min(hindsight.span, needed)
+    third = min(hindsight.span, needed_seconds(hindsight))
     return (*HORIZONS, third) if third > HORIZONS[-1] else HORIZONS
+
+
+def needed_seconds(hindsight: Hindsight) -> float:
+    """Return how many seconds the present requests still need in the mean, if no other comes."""
+    return hindsight.rest / max(1, hindsight.current.requests)
 
 
 def rises(hindsight: Hindsight) -> bool:

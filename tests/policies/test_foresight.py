@@ -14,6 +14,7 @@ from shoal.policies.foresight import (
     Foresight,
     Future,
     mirrored,
+    needed_seconds,
     period,
     repeated,
     rises,
@@ -161,6 +162,19 @@ def test_what_has_been_better_for_long_is_taken_to_be_so_for_as_long_again() -> 
     assert worth(filling(1000, began=NOW - 3), 9.0) < 0, "who knows how long they come?"
     surge = ((1.0, 1.0),)
     assert worth(filling(1000), 9.0, surge) == worth(filling(1000), 0.0, surge)
+
+
+def test_no_look_is_much_longer_than_the_present_requests_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others will be there by then, of which little is known."""
+    here = filling(1000)
+    near, far = (Foresight(here).gain(SINGLES, 0.02, seen) for seen in (0.0, 9.0))
+    needed = needed_seconds(here)
+    monkeypatch.setattr(foresight, "TURNS", 2.0 / needed)
+    assert Foresight(here).gain(SINGLES, 0.02, 9.0) == near
+    monkeypatch.setattr(foresight, "TURNS", 9.0 / needed)
+    assert Foresight(here).gain(SINGLES, 0.02, 9.0) == far > near
 
 
 def test_each_candidate_is_looked_at_for_its_own_time() -> None:
