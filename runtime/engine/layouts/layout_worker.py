@@ -200,7 +200,7 @@ class LayoutWorker:
         Raises:
             RuntimeError: the layout was not started to run steps of this mode.
         """
-        self.introductions.ahead.join()
+        self.introductions.ahead.go_on()
         if begun is not None:
             scheduler_output = self.introductions.complete(scheduler_output, begun)
         if self.block_map is not None:

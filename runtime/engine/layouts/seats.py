@@ -2,9 +2,12 @@
 
 ``GPUModelRunner.add_requests`` takes tens of microseconds for each request, and carried requests
 stand still meanwhile. Most of it can be done as soon as a request has its blocks: it is *seated*.
-What that writes to tables is only staged. It is written while another layout runs
-(``writing_ahead.py``), and what is new with the step. Where this layout runs, the step writes all
+What that writes to tables is only staged. It is written before the layout goes on
+(``writing_ahead.py``), and what is new with the step. Where the layout runs, the step writes all
 at once, because a model runner has buffers for no more writes than one in each step.
+
+How long a request will be when it begins is mostly known before it comes. Then that is written
+ahead, too: for 64 requests, the step then takes 0.3 ms less of the host.
 
 vLLM draws a seed for each request that has none, and all members of a unit have to draw the same.
 Before the unit is bound they have no generator in common. So each seat has one, which begins with
@@ -12,10 +15,11 @@ the request's id.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +27,16 @@ from numpy.random import mtrand
 from vllm.v1.core.sched.output import NewRequestData
 
 from shoal.runtime.engine.layouts.writing_ahead import WritingAhead
-from shoal.runtime.engine.link.instructions import Rest
+from shoal.runtime.engine.link.instructions import Seated
+
+
+class _Foreseen(NamedTuple):
+    """What is written of a request before it begins."""
+
+    begin: int
+    """How many of its tokens are in the table of tokens."""
+    computed: int
+    """How many the other tables say that it has computed, and that it has one more."""
 
 
 class Seats:
@@ -38,6 +51,8 @@ class Seats:
         self._runner = model_runner
         self._ahead = ahead
         self._seated: set[str] = set()
+        self._foreseen: dict[str, _Foreseen] = {}
+        """What tables say of seated requests although it is not so yet."""
 
     def take(self, request: NewRequestData) -> None:
         """Give a request a row; what it has computed may still change."""
@@ -51,28 +66,57 @@ class Seats:
             _unstage(table)
         self._seated.add(request.req_id)
 
-    def begin(self, rests: Sequence[Rest], *, writes: bool) -> None:
+    def foresee(self, computed: Mapping[str, int]) -> None:
+        """Write by now how long requests will be when they begin, as far as that is possible.
+
+        If they begin otherwise, or others with them, ``begin`` writes it again.
+
+        Args:
+            computed: how many of their tokens will have their KV: all but one.
+        """
+        names = [name for name in computed if name in self._seated and name not in self._foreseen]
+        if not names or not self._ahead.is_possible:
+            return
+        states, done = self._runner.req_states, [computed[name] for name in names]
+        rows = [states.req_id_to_index[name] for name in names]
+        begins = states.prefill_len.np[rows].tolist()
+        for name, *foreseen in zip(names, begins, done, strict=True):
+            self._foreseen[name] = _Foreseen(*foreseen)
+        self._stage_lengths(rows, [count + 1 for count in done], done)
+        self._ahead.write(self._runner)
+
+    def _stage_lengths(self, rows: list[int], lengths: list[int], computed: list[int]) -> None:
+        states, zeros, ones = self._runner.req_states, [0] * len(rows), [1] * len(rows)
+        states.prefill_len.np[rows] = lengths
+        _stage(states.total_len, rows, zeros, lengths, ones)
+        _stage(states.num_computed_tokens, rows, zeros, computed, ones)
+
+    def begin(self, seated: Seated, *, writes: bool) -> None:
         """Add what a step says of requests that are seated.
 
         Args:
-            rests: what it says.
+            seated: what it says.
             writes: whether nobody else writes what is staged: no other requests begin.
         """
-        if not rests:
-            return
         states = self._runner.req_states
-        rows = [states.req_id_to_index[rest.request_id] for rest in rests]
-        begins = states.prefill_len.np[rows]
-        for row, begin, rest in zip(rows, begins.tolist(), rests, strict=True):
-            states.all_token_ids.stage_write(row, begin, rest.tokens)
-        lengths = begins + [len(rest.tokens) for rest in rests]
-        states.prefill_len.np[rows] = lengths
-        _stage(states.total_len, rows, lengths.tolist())
-        _stage(states.num_computed_tokens, rows, [rest.computed for rest in rests])
-        self._seated.difference_update([rest.request_id for rest in rests])
+        rows = [states.req_id_to_index[request_id] for request_id in seated.request_ids]
+        foreseen = [self._foreseen.pop(request_id, None) for request_id in seated.request_ids]
+        begins = [
+            int(states.prefill_len.np[row]) if known is None else known.begin
+            for row, known in zip(rows, foreseen, strict=True)
+        ]
+        _stage(states.all_token_ids, rows, begins, seated.tokens, seated.counts)
+        lengths = [begin + count for begin, count in zip(begins, seated.counts, strict=True)]
+        are_written = all(
+            known is not None and known.computed == computed == length - 1
+            for known, computed, length in zip(foreseen, seated.computed, lengths, strict=True)
+        )
+        if not are_written:
+            self._stage_lengths(rows, lengths, seated.computed)
+        self._seated.difference_update(seated.request_ids)
         if writes:
             with torch.inference_mode():
-                states.apply_staged_writes()
+                (states.all_token_ids.apply_write if are_written else states.apply_staged_writes)()
 
     def leave(self, request_ids: Iterable[str]) -> None:
         """Take the rows of requests that do not begin; those that have none are ignored."""
@@ -89,6 +133,7 @@ class Seats:
             _settle(self._runner.device)
         for request_id in sorted(gone):
             self._runner._remove_request(request_id)
+            self._foreseen.pop(request_id, None)
         self._seated -= gone
 
 
@@ -129,13 +174,28 @@ def _drawing_for(request_id: str) -> Iterator[None]:
         mtrand.set_bit_generator(of_layout)
 
 
-def _stage(table: Any, rows: list[int], values: list[int]) -> None:
-    """Do what ``StagedWriteTensor.stage_write_elem`` does, for many rows at once."""
+def _stage(
+    table: Any,
+    rows: list[int],
+    starts: list[int],
+    values: Sequence[int],
+    counts: list[int],
+) -> None:
+    """Do what ``StagedWriteTensor.stage_write`` does, for many rows at once.
+
+    Args:
+        table: the tensor.
+        rows: where to write.
+        starts: from where on in each row.
+        values: those of the first row, then those of the second, and so on.
+        counts: how many of them each row gets; 0: it is left as it is.
+    """
+    ends = accumulate(counts, initial=len(table._staged_write_contents))
+    next(ends)
     table._staged_write_indices.extend(rows)
-    table._staged_write_starts.extend([0] * len(rows))
-    done = len(table._staged_write_contents)
+    table._staged_write_starts.extend(starts)
+    table._staged_write_cu_lens.extend(ends)
     table._staged_write_contents.extend(values)
-    table._staged_write_cu_lens.extend(range(done + 1, done + len(rows) + 1))
 
 
 def _unstage(table: Any) -> None:

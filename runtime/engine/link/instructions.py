@@ -7,7 +7,9 @@ first out, so a step that was queued before a switch always runs before it.
 
 import pickle
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -67,8 +69,29 @@ class Rest(msgspec.Struct, frozen=True):
     """Those that have come since."""
     computed: int
     blocks: tuple[list[int], ...]
-    """For each KV group. The step of a request that is seated says it like that of one that runs.
+    """For each KV group."""
+
+
+class Seated(msgspec.Struct):
+    """What is new of requests that begin in their rows: each list has an item for each of them.
+
+    Lists take a third of the time of as many ``Rest``s to write and to read, and all these requests
+    stand still meanwhile. Their blocks are in the step, like those of requests that run.
     """
+
+    request_ids: list[str] = []
+    counts: list[int] = []
+    """How many tokens have come since."""
+    computed: list[int] = []
+    tokens: "array[int]" = msgspec.field(default_factory=partial(array, "i"))
+    """The tokens of the first request, then those of the second, and so on."""
+
+    def add(self, request_id: str, tokens: Sequence[int], computed: int) -> None:
+        """Add a request."""
+        self.request_ids.append(request_id)
+        self.counts.append(len(tokens))
+        self.computed.append(computed)
+        self.tokens.extend(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +111,8 @@ class Begun(msgspec.Struct):
 
     requests: list[Rest] = []
     """Those that begin with the step, but for ``seated``; those that have rows get others."""
-    seated: list[Rest] = []
-    """Those that begin with it in their rows."""
+    seated: Seated | None = None
+    """Those that begin with it in their rows; None: none do."""
     unseated: list[str] = []
     """Those that are to lose their rows, because they do not begin now."""
     forgotten: list[str] = []

@@ -271,6 +271,8 @@ class Runner:
                 worker.map_blocks(virtual, physical[self._engine])
             case instructions.Foresee():
                 self._carrying.foresee(worker.unit, instruction)
+                coming = {each.request_id: each.computed for each in instruction.requests}
+                worker.introductions.foresee(coming)
 
     def _on_introduce(self, preparing: PREPARING) -> None:
         self._prepare(self._layout, preparing)

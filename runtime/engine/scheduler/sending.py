@@ -13,6 +13,7 @@ changed.
 import bisect
 from collections.abc import Sequence
 from concurrent.futures import Future
+from operator import attrgetter
 from typing import Any
 
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
@@ -30,6 +31,7 @@ from shoal.runtime.engine.scheduler.scheduled_steps import InFlight, work_of
 from shoal.runtime.engine.scheduler.step_sizes import StepSizes
 from shoal.runtime.protocol.messages import CarriedRequest, Mode
 
+_ARRIVAL = attrgetter("request.arrival_time")
 Carries = Sequence[tuple[Unit, Sequence[CarriedRequest]]]
 """The source and the requests of each."""
 
@@ -73,7 +75,7 @@ class Sending:
         told, begun = self._beginnings.tell(scheduled)
         sent = self._carried.sent_ahead.take((told, grammar, sample, begun))
         seq, future, mode = sent or self._run(scheduled, told, grammar, begun, sample=sample)
-        copy, seated = self._carried.latest_copy, [rest.request_id for rest in begun.seated]
+        copy, seated = self._carried.latest_copy, begun.seated.request_ids if begun.seated else ()
         return InFlight(seq, scheduled, future, mode, work_of(scheduled), copy, seated)
 
     def send_first(self, carries: Carries) -> bool:
@@ -93,7 +95,7 @@ class Sending:
         running = [Coming(each, (), each.num_computed_tokens) for each in self._scheduler.running]
         for new in coming:
             # As ``CarriedRequests`` does it.
-            bisect.insort(running, new, key=lambda each: each.request.arrival_time)
+            bisect.insort(running, new, key=_ARRIVAL)
         begun = self._beginnings.foretell(running) if self._fits(len(running)) else None
         if begun is None:
             return False

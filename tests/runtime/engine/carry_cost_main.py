@@ -284,6 +284,8 @@ class CarryCost:
                     runner.finish_requests(output)
                     runner.add_requests(output)
                     runner.block_tables.apply_staged_writes()
+                with self._timed("after: runner: the next step"):
+                    self._introductions[unit].complete(output, instructions.Begun())
 
     def _foresee(self, unit: Unit) -> None:
         """Do what a runner does while the last steps run: find out what it will read."""
@@ -292,6 +294,9 @@ class CarryCost:
             if isinstance(instruction, instructions.Foresee):
                 with self._timed("before: runner: plan the copy"):
                     self._plan(unit, instruction)
+                with self._timed("before: runner: write lengths"):
+                    coming = {each.request_id: each.computed for each in instruction.requests}
+                    self._introductions[unit].foresee(coming)
 
     @staticmethod
     def _plan(unit: Unit, told: instructions.Carry | instructions.Foresee) -> None:

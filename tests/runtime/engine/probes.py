@@ -184,8 +184,8 @@ class ProbedRunner(PacedRunner):
             self.blocks[request.req_id] = list(request.block_ids[0])
         for rest in step.begun.requests:
             self.blocks[rest.request_id] = list(rest.blocks[0])
-        for rest in step.begun.seated:
-            self.blocks[rest.request_id] = self._seats.pop((self._layout, rest.request_id))
+        for request_id in step.begun.seated.request_ids if step.begun.seated else ():
+            self.blocks[request_id] = self._seats.pop((self._layout, request_id))
         cached = output.scheduled_cached_reqs
         for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:

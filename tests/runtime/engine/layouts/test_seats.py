@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from shoal.runtime.engine.layouts import seats as seats_module
 from shoal.runtime.engine.layouts.introductions import Introductions
-from shoal.runtime.engine.link.instructions import Begun, Rest
+from shoal.runtime.engine.link.instructions import Begun, Rest, Seated
 from tests.runtime.engine.layouts.test_token_table import Kernel
 
 ROWS, LENGTH, BLOCK, CPU = 4, 64, 4, torch.device("cpu")
@@ -128,7 +128,7 @@ def begin(
     cached = step.scheduled_cached_reqs
     cached.req_ids, cached.num_computed_tokens = [name], [8]
     cached.new_block_ids, cached.num_output_tokens = [more], [3]
-    begun = Begun(seated=[Rest(name, array("i", [22, 23]), 8, ())])
+    begun = Begun(seated=Seated([name], [2], [8], array("i", [22, 23])))
     runner.step(introductions.complete(step, begun))
 
 
@@ -160,6 +160,67 @@ def test_what_is_written_ahead_is_all_but_what_the_step_says() -> None:
     runner.step(introductions.complete(step_of(), gone))
     runner.step(step_of(new("next", [5], [7, 8])))
     assert runner.table("next") == told("next", [5], [7, 8]).table("next")
+
+
+@pytest.mark.parametrize("computed", [8, 7, 9])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("more", [None, ([9],)])
+def test_a_request_begins_as_its_step_says_whatever_was_foreseen(
+    monkeypatch: pytest.MonkeyPatch, computed: int, beside: bool, more: Any
+) -> None:
+    monkeypatch.setattr(buffers, "_apply_write_kernel", Backwards())
+    runner = Runner()
+    introductions = seated(runner, "r", "other", ahead=True)
+    introductions.foresee({"r": computed, "unknown": 5})
+    others = [new("another", [5], [7, 8])] if beside else []
+    begin(introductions, runner, "r", *others, more=more)
+    whole = told("r", [21, 22, 23], [1, 2] if more is None else [1, 2, 9])
+    assert runner.table("r") == whole.table("r")
+    if beside:
+        assert runner.table("another") == told("another", [5], [7, 8]).table("another")
+
+
+def test_what_was_foreseen_is_written_before_the_step() -> None:
+    runner = Runner()
+    introductions = seated(runner, "r", ahead=True)
+    introductions.foresee({"r": 8})
+    assert (runner.table("r")["total"], runner.table("r")["computed"]) == (9, 8)
+
+
+def test_a_request_of_which_less_was_foreseen_than_of_others_begins_as_they_do() -> None:
+    runner = Runner()
+    introductions = seated(runner, "r", "other", ahead=True)
+    introductions.foresee({"r": 8})
+    step, tokens = step_of(), array("i", [22, 23, 24])
+    cached = step.scheduled_cached_reqs
+    cached.req_ids, cached.num_computed_tokens = ["r", "other"], [8, 7]
+    cached.new_block_ids, cached.num_output_tokens = [None, None], [3, 2]
+    begun = Begun(seated=Seated(["r", "other"], [2, 1], [8, 7], tokens))
+    runner.step(introductions.complete(step, begun))
+    assert runner.table("r") == told("r", [21, 22, 23], [1, 2]).table("r")
+    assert runner.table("other") == told("other", [21, 24], [3, 4]).table("other")
+
+
+def test_nothing_is_foreseen_while_the_layout_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its steps may be in flight, and the next one writes all at once."""
+    monkeypatch.setattr(buffers, "_apply_write_kernel", Backwards())
+    runner = Runner()
+    introductions = seated(runner, "r")
+    introductions.ahead.go_on()
+    introductions.foresee({"r": 8})
+    assert runner.table("r")["total"] == 0
+    begin(introductions, runner, "r", more=None)
+    assert runner.table("r") == told("r", [21, 22, 23], [1, 2]).table("r")
+
+
+def test_what_was_foreseen_is_forgotten_with_the_row() -> None:
+    runner = Runner()
+    introductions = seated(runner, "r", ahead=True)
+    introductions.foresee({"r": 9})
+    introductions.add(new("r"))
+    seated(runner, "r", first=5, again=introductions, ahead=True)
+    begin(introductions, runner, "r", more=None)
+    assert runner.table("r") == told("r", [21, 22, 23], [5, 6]).table("r")
 
 
 def test_a_request_whose_row_was_written_ahead_may_be_seated_again() -> None:

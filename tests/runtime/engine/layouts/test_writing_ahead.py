@@ -88,6 +88,18 @@ def test_nothing_is_written_while_the_last_write_runs(device: Device, model_runn
     assert ahead.write(model_runner)
 
 
+def test_nothing_is_written_between_the_layout_s_first_step_and_the_end_of_its_last(
+    device: Device, model_runner: Any
+) -> None:
+    ahead = WritingAhead()
+    ahead.go_on()
+    assert not ahead.write(model_runner)
+    ahead.leave()
+    assert not ahead.write(model_runner)
+    device.ended.add("steps")
+    assert ahead.write(model_runner)
+
+
 def test_a_step_waits_once_until_all_is_written(device: Device, model_runner: Any) -> None:
     ahead = WritingAhead()
     ahead.join()

@@ -114,7 +114,10 @@ class Worker:
         self.ahead = list[bool]()
         """Whether requests that get rows are written by then."""
         self.introductions = SimpleNamespace(
-            add=self.told.append, seat=self._seat, ahead=SimpleNamespace(leave=lambda: None)
+            add=self.told.append,
+            seat=self._seat,
+            foresee=self.told.append,
+            ahead=SimpleNamespace(leave=lambda: None),
         )
 
     def _seat(self, requests: Any, _: None, *, ahead: bool) -> None:
@@ -145,7 +148,7 @@ class Units:
             for layout, unit in self.units.items()
         }
         self.copied = Event()
-        carrying: Any = SimpleNamespace(copy_ahead=self.copy_ahead)
+        carrying: Any = SimpleNamespace(copy_ahead=self.copy_ahead, foresee=lambda *_: None)
         self.runner._carrying = carrying
 
     def execute(self, scheduled: str, *_: Any) -> str:
@@ -204,6 +207,12 @@ def test_rows_are_written_ahead_with_the_last_of_them_while_another_layout_runs(
         units.runner._turn()
     units.tell(GROUP, instructions.Seat(rest), instructions.Detach(1))
     assert group.ahead == [False, True, False], "its steps may be in flight"
+
+
+def test_what_requests_will_have_computed_is_known_before_they_come(units: Units) -> None:
+    arrival = instructions.Arrival("r", [], [], 8, None)
+    units.tell(DP, instructions.Foresee(1, units.units[GROUP], [arrival]))
+    assert units.workers[DP].told == [{"r": 8}]
 
 
 def test_a_lease_may_grow_before_the_group_is_first_bound(units: Units) -> None:

@@ -128,12 +128,14 @@ class ToySeats:
     def take(self, request: NewRequestData) -> None:
         self._runners._known[request.req_id] = known_of(request)
 
-    def begin(self, rests: Sequence[instructions.Rest], *, writes: bool) -> None:
-        self._runners.seated += len(rests)
-        for rest in rests:
-            known = self._runners._known[rest.request_id]
-            known.outputs += rest.tokens
-            known.computed = rest.computed
+    def begin(self, seated: instructions.Seated, *, writes: bool) -> None:
+        self._runners.seated += len(seated.request_ids)
+        tokens = iter(seated.tokens)
+        each = zip(seated.request_ids, seated.counts, seated.computed, strict=True)
+        for request_id, count, computed in each:
+            known = self._runners._known[request_id]
+            known.outputs += itertools.islice(tokens, count)
+            known.computed = computed
 
     def leave(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
