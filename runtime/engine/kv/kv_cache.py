@@ -133,6 +133,8 @@ class BlockMap:
         cached = output.scheduled_cached_reqs
         zeroed = output.new_block_ids_to_zero
         copies = output.kv_cache_block_copies
+        if not (output.scheduled_new_reqs or any(cached.new_block_ids) or zeroed or copies):
+            return output  # as the first step of requests that have come to their rows
         return dataclasses.replace(
             output,
             scheduled_new_reqs=[

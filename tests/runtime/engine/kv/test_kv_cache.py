@@ -113,6 +113,14 @@ def test_a_virtual_block_that_was_never_opened_is_an_error() -> None:
         table.apply(scheduler_output())
 
 
+def test_a_step_that_names_no_blocks_stays_as_it_is(block_map: BlockMap) -> None:
+    output = scheduler_output()
+    output.scheduled_new_reqs = []
+    output.scheduled_cached_reqs.new_block_ids = [None, None, None]
+    output.new_block_ids_to_zero = output.kv_cache_block_copies = None
+    assert block_map.apply(output) == output
+
+
 def test_steps_without_copies_or_zeroing_stay_without(block_map: BlockMap) -> None:
     output = SchedulerOutput.make_empty()
     mapped = block_map.apply(output)
