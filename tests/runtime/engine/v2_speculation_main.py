@@ -30,7 +30,7 @@ DRAFTS, SHORTEST, LONGEST = 4, 1, 3
 PROMPTS = random_prompts((5, 33, 64, 65), seed=61)
 """Among them one token more than a block of DP and of TP2: with all but this token in the prefix
 cache, vLLM lets its step check drafts that nobody has proposed."""
-TOKENS = 24
+TOKENS = 18
 PATIENCE_SECONDS = 600.0
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 PAIR = tp(0, 1)

@@ -24,7 +24,7 @@ from shoal.runtime.engine.weights.sharing.filling import Filling
 from shoal.runtime.engine.weights.sharing.pages import HostPages
 from shoal.runtime.engine.weights.store import ResidentWeights
 from shoal.runtime.engine.weights.view_loader import view_weights
-from tests.depth import DEEP, among
+from tests.depth import DEEP, among, skip_unless_deep
 from tests.runtime.engine.fp8_formats import (
     BLOCK,
     BLOCK_WISE,
@@ -265,6 +265,8 @@ def test_all_layouts_compute_what_they_do_with_whole_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With adapters, outputs of MLPs are in vLLM's order, too."""
+    if adapters is (kind is on_cpu):
+        skip_unless_deep()
     simulate_streams(monkeypatch, [])
     given = decoder(name)
     expected = expected_outputs(name, given)
