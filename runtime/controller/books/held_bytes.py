@@ -77,14 +77,15 @@ class Finished:
     def _forget_oldest(self) -> None:
         self.bytes -= self._ended.popleft().request.size
 
-    def take(self, request_id: str) -> Request | None:
-        """Forget a request, and return it; None if it is not here."""
-        found = next((each for each in self._ended if each.request.id == request_id), None)
-        if found is None:
-            return None
-        self._ended.remove(found)
-        self.bytes -= found.request.size
-        return found.request
+    def find(self, request_id: str) -> Request | None:
+        """Return a request; None if it is not here."""
+        requests = (each.request for each in self._ended)
+        return next((request for request in requests if request.id == request_id), None)
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that is here."""
+        self._ended = deque(each for each in self._ended if each.request is not request)
+        self.bytes -= request.size
 
     def take_of(self, leaders: Collection[int]) -> list[Request]:
         """Forget the requests that ended on these leaders' units, and return them."""

@@ -96,6 +96,10 @@ class TaskPool:
         key = self._keys.get(request_id)
         return None if key is None else self._by_key[key]
 
+    def replace(self, request: Request) -> None:
+        """Change what is known of a request that is here; its place and its size stay."""
+        self._by_key[self._keys[request.id]] = request
+
     def remove(self, request_id: str) -> Request | None:
         """Take a request out; None if it is not here."""
         key = self._keys.pop(request_id, None)

@@ -165,12 +165,20 @@ class RequestBook:
         return not request.suspect or not any(other.suspect for other in others)
 
     def absolve(self, request_id: str) -> None:
-        """Note that a request runs on its unit, so that it is no longer a suspect."""
-        unit = self._where.get(request_id)
+        """Note that a front end has an output of a request, so that it is no longer a suspect.
+
+        Its unit may have given it back by then. If its unit has died, it stays a suspect like all
+        that the unit computed, but it is not guilty: that is who dies before its first output.
+        """
+        unit, waiting = self._where.get(request_id), self.pool.get(request_id)
+        interrupted = self._interrupted.get(request_id)
         if unit is not None:
             core = self._cores[unit]
-            cleared = msgspec.structs.replace(core.requests[request_id], suspect=False)
-            core.replace(cleared)
+            core.replace(msgspec.structs.replace(core.requests[request_id], suspect=False))
+        elif waiting is not None:
+            self.pool.replace(msgspec.structs.replace(waiting, suspect=False))
+        elif interrupted is not None:
+            self._interrupted[request_id] = msgspec.structs.replace(interrupted, guilty=False)
 
     def interrupt(self, request: Request) -> None:
         """Note that the engine of a request died, so that the request is on no unit."""

@@ -121,18 +121,21 @@ class Migration:
     # --- front ends' answers ------------------------------------------------------------------
 
     def received(self, message: m.Received) -> None:
-        """Take a front end's report on how far its requests have come, asked for or not."""
+        """Take a front end's report on how far its requests have come, asked for or not.
+
+        A front end may report an attempt twice: as it asks for it, and as it answers the question
+        that crossed this. Only the first report counts, and none of an attempt before the latest.
+        """
         for request_id in message.ended:
             request = self._requests.take_interrupted(request_id)
             if request is not None:
                 self._statistics.left(request, Outcome.FINISHED)
         for request_id, progress in message.progress.items():
-            request = self._requests.take_interrupted(request_id)
-            request = request or self._take_back(request_id, progress.attempt)
-            if request is not None:
-                self._go_on(request, progress)
-            elif not self._is_known(request_id):
+            request = self._find(request_id)
+            if request is None:
                 self._end_unknown(message.client, request_id)
+            elif self._is_due(request, progress.attempt):
+                self._go_on(self._take_back(request), progress)
 
     def _go_on(self, request: Request, progress: m.Progress) -> None:
         """Put a request in its old place in the pool with its progress, or end it."""
@@ -155,22 +158,27 @@ class Migration:
 
     # --- requests whose tokens were lost on the way -------------------------------------------
 
-    def _take_back(self, request_id: str, attempt: int) -> Request | None:
-        """Take back a request that a front end asks to restart; None if that was done already."""
-        ended = self._finished.take(request_id)
-        if ended is not None:
-            return _had_ended(ended)
-        group = self._requests.where(request_id)
-        request = self._pool.get(request_id) if group is None else self._requests.find(request_id)
-        if request is None or request.attempt >= attempt:
-            return None
-        if group is None:
-            return self._pool.remove(request_id)
-        send_aborts(self._transport, self._books, [request_id])
-        return self._requests.remove(request_id)
+    def _find(self, request_id: str) -> Request | None:
+        """Return a request wherever it is, even if it has ended lately; None if it is unknown."""
+        found = self._requests.interrupted.get(request_id) or self._pool.get(request_id)
+        return found or self._requests.find(request_id) or self._finished.find(request_id)
 
-    def _is_known(self, request_id: str) -> bool:
-        return request_id in self._pool or self._requests.where(request_id) is not None
+    def _is_due(self, request: Request, attempt: int) -> bool:
+        """Return whether a request that is known begins again with this attempt."""
+        if request.id in self._requests.interrupted:
+            return request.attempt <= attempt
+        return request.attempt < attempt
+
+    def _take_back(self, request: Request) -> Request:
+        """Take a request that begins again out of the book that it is in."""
+        if self._requests.take_interrupted(request.id) or self._pool.remove(request.id):
+            return request
+        if self._requests.where(request.id) is None:
+            self._finished.forget(request)
+            return _had_ended(request)
+        send_aborts(self._transport, self._books, [request.id])
+        self._requests.remove(request.id)
+        return request
 
     def _end_unknown(self, client: int, request_id: str) -> None:
         """End a request that only its front end still knows."""

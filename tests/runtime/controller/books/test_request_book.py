@@ -92,6 +92,27 @@ def test_a_unit_gets_its_second_suspect_when_the_first_is_absolved(book: Request
     assert book.may_start(suspects[1], FIRST)
 
 
+def test_a_request_that_was_given_back_meanwhile_is_absolved(book: RequestBook) -> None:
+    book.pool.add(request("first"))
+    book.pool.add(request("a", suspect=True), deadline=5.0)
+    book.absolve("a")
+    waiting = book.pool.get("a")
+    assert waiting is not None
+    assert not waiting.suspect
+    assert [each.id for each in book.pool.all()] == ["first", "a"]
+    assert book.pool.next_deadline == 5.0
+    assert book.check_integrity() == []
+
+
+def test_a_request_whose_output_is_known_after_its_unit_died_is_suspect_and_not_guilty(
+    book: RequestBook,
+) -> None:
+    book.interrupt(request("a", suspect=True, guilty=True))
+    book.absolve("a")
+    assert (book.interrupted["a"].suspect, book.interrupted["a"].guilty) == (True, False)
+    assert book.check_integrity() == []
+
+
 def test_a_carried_request_is_at_its_destination_alone(book: RequestBook) -> None:
     book.place(request("a"), FIRST)
     book.carry(request("a"), PAIR)

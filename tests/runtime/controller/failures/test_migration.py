@@ -9,6 +9,7 @@ from shoal.runtime.controller.failures.migration import REMEMBERED_SECONDS
 from shoal.runtime.protocol import messages as m
 from shoal.runtime.protocol import wire
 from shoal.runtime.protocol.messages import Outcome
+from shoal.runtime.protocol.transport import Channel, front_identity
 from shoal.runtime.protocol.wire import FinishReason
 from shoal.server.frontend.interruptions import OVERDUE_SECONDS, Interruptions
 from tests.runtime.loopback_node import LoopbackNode, request_payload
@@ -381,6 +382,67 @@ def test_suspects_start_one_at_a_time_in_a_unit() -> None:
         most = max(most, *(sum(r.suspect for r in c.requests.values()) for c in cores))
     assert most == 1
     node.settle()
+    assert_whole(node)
+
+
+def test_a_suspect_whose_output_is_known_late_is_not_guilty() -> None:
+    """Its front end has an output when its second engine dies, and the controller hears it then."""
+    node = running(tokens=60, engines=3)
+    node.collect()
+    node.kill(0)
+    node.turns(2)
+    node.collect()
+    node.turns(8)
+    second = node.placed()["r"]
+    assert second != alone(0)
+    node.collect()
+    front = Channel.CONTROL, front_identity(0)
+    goes_on = node.network.to_controller.pop(front)
+    node.kill(second.leader)
+    node.controller.turn()
+    assert node.controller.books.requests.interrupted["r"].guilty
+    node.network.to_controller[front] = goes_on
+    node.settle()
+    assert_whole(node)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_report_that_comes_twice_counts_once(over: bool) -> None:
+    """A front end missed outputs, and the controller asked for them meanwhile."""
+    node = running()
+    node.collect()
+    node.kill(0)
+    node.turns(1)
+    node.collect()
+    front = Channel.CONTROL, front_identity(0)
+    (report,) = node.network.to_controller[front]
+    node.turns(200 if over else 8)
+    assert node.outcomes == ({Outcome.FINISHED: 1} if over else {})
+    node.network.post(*front, report)
+    node.settle()
+    assert migrated(node) == 1
+    assert_whole(node)
+
+
+def test_an_earlier_report_is_no_answer() -> None:
+    """The report is from before the request went on, and its next engine has died since."""
+    node = running(engines=3)
+    node.collect()
+    node.kill(0)
+    node.turns(1)
+    node.collect()
+    front = Channel.CONTROL, front_identity(0)
+    (report,) = node.network.to_controller[front]
+    node.turns(8)
+    node.collect()
+    node.turns(1)
+    node.kill(node.placed()["r"].leader)
+    node.controller.turn()
+    node.network.post(*front, report)
+    node.controller.turn()
+    assert list(node.controller.books.requests.interrupted) == ["r"]
+    node.settle()
+    assert migrated(node) == 2
     assert_whole(node)
 
 
